@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,25 @@ def replacing(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """Like `replacing`, for a new directory: its files are flushed, then it appears whole under `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _flush(file)
+        _flush(temporary)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -1,0 +1,51 @@
+"""A head on disk: fp32 weights in safetensors under the export's names, and what they mean in head.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from models.artefact import read_json, write_json, write_tensors
+from models.eagle3 import Eagle3Config, Eagle3Head
+from models.errors import Refused
+from models.target import Target
+from models.vocabulary import ids_from_offsets, maps
+
+
+def describe(target: Target) -> dict[str, str]:
+    """What ties a head to its target: hashes of the configuration and of a sample of the weights."""
+    return {"config_hash": target.config_hash, "weights_hash": target.weights_hash}
+
+
+def save_head(directory: Path, head: Eagle3Head, target: dict[str, str]) -> None:
+    """Write head.safetensors and head.json into an existing directory."""
+    tensors = dict(head.state_dict())
+    if head.reduced:
+        tensors["d2t"], _ = maps(head.ids_D.cpu(), head.config.vocab_size)
+    write_tensors(directory / "head.safetensors", tensors)
+    write_json(directory / "head.json", {"algorithm": "eagle3", "config": head.config.to_dict(), "target": target})
+
+
+def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
+    """Read a head and the description of its target.
+
+    Raises:
+        Refused: files are missing or torn, or their tensors are not those of the configuration.
+    """
+    try:
+        meta = read_json(directory / "head.json")
+        tensors = load_file(directory / "head.safetensors")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise Refused(f"{directory} holds no complete head ({error})") from None
+    config = Eagle3Config.from_dict(meta["config"])
+    offsets = tensors.pop("d2t", None)
+    head = Eagle3Head(config, None if offsets is None else ids_from_offsets(offsets))
+    wanted, found = set(head.state_dict()), set(tensors)
+    if wanted != found:
+        raise Refused(f"{directory}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
+    head.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
+    return head, meta["target"]

@@ -1,0 +1,105 @@
+"""Figures of a run: JSON lines always, wandb when asked for, curves as a PNG at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from models.artefact import replacing, write_bytes
+from train.config import TrainerConfig
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Appends one JSON object per line to metrics.jsonl and mirrors it to wandb.
+
+    Lines after the step that a resumed run starts from are dropped first: they will be written again.
+    """
+
+    def __init__(self, path: Path, settings: TrainerConfig, *, run: str, run_id: str | None, step: int) -> None:
+        self.path = path
+        kept = [line for line in self.read(path) if line["step"] <= step]
+        write_bytes(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+        self.handle = path.open("a")
+        self.wandb: Any = None
+        self.run_id = run_id
+        if settings.wandb != "disabled":
+            import wandb
+
+            os.environ.setdefault("WANDB_SILENT", "true")
+            self.wandb = wandb.init(
+                project=settings.wandb_project,
+                name=run,
+                id=run_id,
+                resume="allow" if run_id else None,
+                mode=settings.wandb,
+                dir=str(path.parent),
+            )
+            # wandb's own step only grows; a resumed run goes back, so the charts hang on ours.
+            self.wandb.define_metric("step")
+            self.wandb.define_metric("*", step_metric="step")
+            self.run_id = self.wandb.id
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append one line."""
+        self.handle.write(json.dumps(values) + "\n")
+        self.handle.flush()
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in values.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Flush everything."""
+        self.handle.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """All complete lines so far; a torn last one is left out."""
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def draw_curves(journal: Path, picture: Path) -> None:
+    """Loss and accuracy per unroll step, simulated AL, learning rate and gradient norm over optimizer steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = Journal.read(journal)
+    training = [line for line in lines if "loss" in line]
+    judged = [line for line in lines if "accuracy" in line and "loss" in line]
+    validation = [line for line in lines if "val_al" in line]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
+    for panel, key, source, title in (
+        (axes[0, 0], "loss_per_step", training, "KL per unroll step (training)"),
+        (axes[0, 1], "accuracy", judged, "Accuracy per unroll step (training)"),
+    ):
+        for k in range(len(source[0][key]) if source else 0):
+            panel.plot([line["step"] for line in source], [line[key][k] for line in source], label=f"step {k}", lw=1.2)
+        panel.set_title(title)
+        if source:
+            panel.legend(fontsize=8, ncols=2)
+    panel = axes[1, 0]
+    panel.plot([v["step"] for v in validation], [v["val_al"] for v in validation], "o-", label="greedy")
+    panel.plot([v["step"] for v in validation], [v["val_al_sampled"] for v in validation], "s--", label="sampled")
+    panel.set_title("Simulated acceptance length (validation)")
+    panel.legend(fontsize=8)
+    panel = axes[1, 1]
+    panel.plot([line["step"] for line in training], [line["grad_norm"] for line in training], lw=1, color="tab:gray")
+    panel.set_title("Gradient norm (grey), learning rate (red)")
+    twin = panel.twinx()
+    twin.plot([line["step"] for line in training], [line["lr"] for line in training], lw=1.2, color="tab:red")
+    for panel in axes.flat:
+        panel.set_xlabel("optimizer step")
+        panel.grid(alpha=0.3)
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
+    plt.close(figure)

@@ -1,0 +1,178 @@
+"""The unrolled objective: what a pack costs, and how well the head would draft on it.
+
+Per unroll step k the loss is the sum over supervised rows of KL(target || head) on the draft vocabulary,
+divided by the global number of such rows and weighted by decay ** k (design, definition 7). Its counts come
+from the plan, so no process has to ask another. Teacher and draft logits exist for one chunk of positions
+at a time: a chunk's teacher distribution is computed once and serves every step that predicts from it, and
+the gradients of the chunk are formed at once, so nothing of size [rows, vocabulary] outlives it.
+
+Legend: F teacher positions, R rows of a step, H head hidden, P target hidden, D draft vocabulary, V target
+vocabulary, K unroll steps, C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.eagle3 import Eagle3Head, Step
+from models.target import Target
+from train.config import ObjectiveConfig
+from train.packs import Pack, supervised_rows
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum over rows of each step's loss, times that step's scale; gradients are formed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_DH, teacher_weight_DP, final_FP, indices, scales, kind, chunk, dtype, *hidden):  # type: ignore[no-untyped-def]
+        total = torch.promote_types(weight_DH.dtype, torch.float32)
+        weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
+        sums_K = torch.zeros(len(hidden), dtype=total, device=weight.device)
+        d_weight = torch.zeros_like(weight_DH, dtype=total)
+        d_hidden = [torch.zeros_like(h) for h in hidden]
+        for first in range(0, final_FP.shape[0], chunk):
+            p_CD = (final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total)
+            if kind == "ce":
+                p_CD = nn.functional.one_hot(p_CD.argmax(-1), p_CD.shape[-1]).to(total)
+            else:
+                p_CD = p_CD.softmax(-1)
+            entropy_C = -torch.special.xlogy(p_CD, p_CD).sum(-1)
+            edges = torch.tensor([first, first + chunk], device=weight.device)
+            for step, (h_RH, index_R) in enumerate(zip(hidden, indices, strict=True)):
+                a, b = torch.searchsorted(index_R, edges).tolist()
+                if a == b:
+                    continue
+                local = index_R[a:b] - first
+                # Rows of consecutive positions (nearly always) need no copy of their teachers.
+                dense = int(local[-1] - local[0]) == b - a - 1
+                p = p_CD[int(local[0]) : int(local[-1]) + 1] if dense else p_CD[local]
+                h = h_RH[a:b].to(dtype)
+                logits = (h @ weight.T).to(total)
+                cross = logits.logsumexp(-1) - (p * logits).sum(-1)
+                sums_K[step] += (cross - entropy_C[local]).sum()
+                gradient = (logits.softmax(-1) - p).to(dtype)
+                d_hidden[step][a:b] = (gradient @ weight).to(h_RH.dtype) * scales[step]
+                d_weight.add_((gradient.T @ h).to(total), alpha=scales[step])
+        ctx.save_for_backward(d_weight, *d_hidden)
+        ctx.mark_non_differentiable(sums_K)
+        return (sums_K * torch.tensor(scales, dtype=total, device=weight.device)).sum(), sums_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        d_weight, *d_hidden = ctx.saved_tensors
+        scale = grads[0]
+        return d_weight * scale, *(None,) * 7, *(d * scale.to(d.dtype) for d in d_hidden)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pack gave: the scaled loss, the unscaled sums per step and the rows behind them."""
+
+    loss: torch.Tensor
+    sums_K: torch.Tensor
+    steps: list[Step]
+
+
+class Objective(nn.Module):
+    """A head with the frozen tensors of its target and the loss; what DDP wraps."""
+
+    embedding_VH: torch.Tensor
+    teacher_VP: torch.Tensor
+    teacher_DP: torch.Tensor
+
+    def __init__(self, head: Eagle3Head, target: Target, settings: ObjectiveConfig, precision: str) -> None:
+        super().__init__()
+        self.head, self.settings = head, settings
+        self.dtype = torch.bfloat16 if precision == "bf16" else None
+        frozen = torch.float32 if precision == "fp32" else torch.bfloat16
+        self.register_buffer("embedding_VH", target.load_embedding().to(frozen), persistent=False)
+        self.register_buffer("teacher_VP", target.load_lm_head().to(frozen), persistent=False)
+        rows_DP = self.teacher_VP[head.ids_D] if head.reduced else self.teacher_VP
+        self.register_buffer("teacher_DP", rows_DP, persistent=False)
+
+    def rows(self, pack: Pack, seed: int | None) -> list[torch.Tensor]:
+        """Rows per step; with a seed, step k keeps about row_share ** k of them (nested)."""
+        rows = [supervised_rows(pack.spans, step) for step in range(self.settings.unroll_steps)]
+        if seed is not None and self.settings.row_share < 1:
+            lottery_T = torch.rand(pack.tokens_T.numel(), generator=torch.Generator().manual_seed(seed))
+            share = self.settings.row_share
+            rows = [rows_R[lottery_T[rows_R] < share**step] for step, rows_R in enumerate(rows)]
+        return [rows_R.to(pack.tokens_T.device) for rows_R in rows]
+
+    def unroll(self, pack: Pack, seed: int | None) -> list[Step]:
+        """The head's steps over a pack, under autocast when training in bf16."""
+        with torch.autocast(pack.tokens_T.device.type, torch.bfloat16, enabled=self.dtype is not None):
+            aux = pack.aux_TAP.to(self.dtype or self.head.fc.weight.dtype)
+            return self.head.unroll(pack.tokens_T, aux, pack.starts_T, self.rows(pack, seed), self.embedding_VH)
+
+    def forward(self, pack: Pack | None, counts: Sequence[float], seed: int) -> Outcome:
+        """Loss of one pack, given the global row counts of its optimizer step.
+
+        A pack of None, or one without a supervised row, gives a zero that still reaches every parameter:
+        every process runs the same number of backward passes, whatever its data.
+
+        Args:
+            counts: supervised rows per unroll step, over all packs of the optimizer step.
+            seed: for `row_share`; a function of the pack's place in the plan, not of the process.
+        """
+        steps = self.unroll(pack, seed) if pack is not None else []
+        steps = [step for step in steps if step.rows_R.numel()]
+        if pack is None or not steps:
+            zero = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros(()))
+            return Outcome(zero, torch.zeros(self.settings.unroll_steps), [])
+        decay, share = self.settings.decay, self.settings.row_share
+        scales = [(decay / share) ** k / counts[k] for k in range(len(steps))]
+        loss, sums = _ChunkedLoss.apply(
+            self.head.lm_head.weight,
+            self.teacher_DP,
+            pack.final_FP,
+            [pack.teacher_T[step.rows_R + 1 + k] for k, step in enumerate(steps)],
+            scales,
+            self.settings.loss,
+            self.settings.chunk_rows,
+            self.dtype or self.head.lm_head.weight.dtype,
+            *(step.hidden_RH for step in steps),
+        )
+        return Outcome(loss, nn.functional.pad(sums, (0, self.settings.unroll_steps - sums.numel())), steps)
+
+
+@torch.no_grad()
+def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy hits and expected acceptances of unrolled rows, against the target's full vocabulary.
+
+    A row that a step no longer supervises counts as not accepted there; a target token outside the draft
+    vocabulary is a miss (design, definitions 8 and 9).
+
+    Returns:
+        hits_RK (1.0 where head and target have the same argmax) and accept_RK (sum over the vocabulary of
+        min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
+    """
+    head, dtype = objective.head, objective.dtype or objective.head.lm_head.weight.dtype
+    final_FP, chunk = pack.final_FP.to(dtype), objective.settings.chunk_rows
+    shape = (steps[0].rows_R.numel(), len(steps))
+    hits_RK, accept_RK = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    for first in range(0, final_FP.shape[0], chunk):
+        logits_CV = (final_FP[first : first + chunk] @ objective.teacher_VP.to(dtype).T).float()
+        best_C = logits_CV.argmax(-1)
+        p_CD = (logits_CV - logits_CV.logsumexp(-1, keepdim=True))[:, head.ids_D].exp()
+        for k, step in enumerate(steps):
+            index_R = pack.teacher_T[step.rows_R + 1 + k]
+            within = ((index_R >= first) & (index_R < first + chunk)).nonzero()[:, 0]
+            if not within.numel():
+                continue
+            local = index_R[within] - first
+            q_RD = (step.hidden_RH[within].to(dtype) @ head.lm_head.weight.to(dtype).T).float()
+            place = torch.searchsorted(steps[0].rows_R, step.rows_R[within])
+            hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float().cpu()
+            accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1).cpu()
+    return hits_RK, accept_RK
+
+
+def simulated_al(accept_RK: torch.Tensor) -> float:
+    """1 + mean over rows of sum_k prod_{j<=k} of hits or acceptances; unsupervised steps end a row's run."""
+    return 1 + accept_RK.nan_to_num(0.0).cumprod(-1).sum(-1).mean().item()

@@ -1,0 +1,114 @@
+"""Checkpoints of a run: complete or ignored, newest found by number, best kept by simulated AL.
+
+A checkpoint is one directory, written under another name and renamed when everything in it is on disk:
+the head in fp32, the optimizer's tensors, and state.json with counters and the identity of the run. What
+determines the data (seed, epoch, step) is in the plan, so there is no random state to carry along.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from models.artefact import read_json, replacing_directory, write_json, write_tensors
+from models.checkpoint import load_head, save_head
+from models.eagle3 import Eagle3Head
+from models.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done. best_al, best_step: best validation so far.
+        identity: fingerprint of the settings and data that decide the weights.
+        run_id: of wandb, so that a resumed run goes on in the same one.
+    """
+
+    step: int = 0
+    best_al: float | None = None
+    best_step: int | None = None
+    identity: str = ""
+    run_id: str | None = None
+
+
+def step_of(directory: Path) -> int:
+    """The optimizer step in a checkpoint's name, -1 for anything else."""
+    match = re.fullmatch(r"step-(\d+)", directory.name)
+    return int(match.group(1)) if match else -1
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Complete-looking checkpoints under `root`, in numeric order."""
+    found = [d for d in root.glob("step-*") if step_of(d) >= 0 and (d / "state.json").exists()]
+    return sorted(found, key=step_of)
+
+
+def save(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, progress: Progress, target: Any) -> Path:
+    """Write one checkpoint; it appears whole or not at all."""
+    path = root / f"step-{progress.step:07d}"
+    tensors, scalars = {}, {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{key}"] = value.detach().cpu()
+            else:
+                scalars[f"{index}.{key}"] = value
+    with replacing_directory(path) as temporary:
+        save_head(temporary, head, target)
+        write_tensors(temporary / "optimizer.safetensors", tensors)
+        write_json(temporary / "state.json", {"progress": asdict(progress), "optimizer": scalars})
+    return path
+
+
+def prune(root: Path, keep: int, best_step: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    found = checkpoints(root)
+    for directory in found[: max(0, len(found) - keep)]:
+        if step_of(directory) != best_step:
+            shutil.rmtree(directory)
+
+
+def restore(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, identity: str) -> Progress | None:
+    """Load the newest complete checkpoint into head and optimizer; None when there is none at all.
+
+    A torn checkpoint is passed over with a warning for the one before it.
+
+    Raises:
+        Refused: there are checkpoints but none is readable, or they belong to other settings or data.
+    """
+    candidates = [d for d in root.glob("step-*") if step_of(d) >= 0] if root.exists() else []
+    for directory in sorted(candidates, key=step_of, reverse=True):
+        try:
+            state = read_json(directory / "state.json")
+            saved, _ = load_head(directory)
+            tensors = load_file(directory / "optimizer.safetensors")
+        except (OSError, Refused, SafetensorError) as error:
+            log.warning("checkpoint %s is not complete (%s); trying the one before", directory, error)
+            continue
+        progress = Progress(**state["progress"])
+        if progress.identity != identity:
+            raise Refused(
+                f"{root} was trained with other settings or data; choose another name=..., or delete {root.parent}"
+            )
+        head.load_state_dict(saved.state_dict())
+        restored: dict[int, dict[str, Any]] = {}
+        for name, value in {**tensors, **state["optimizer"]}.items():
+            index, key = name.split(".", 1)
+            restored.setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
+        return progress
+    if candidates:
+        raise Refused(f"no checkpoint under {root} is complete; restore one or delete {root.parent} to start again")
+    return None
