@@ -193,9 +193,12 @@ class Trainer:
             draw_curves(journal.path, self.directory / "curves.png")
             summary = {"steps": self.total, "best_al": progress.best_al, "best_step": progress.best_step}
             documents = {"training": len(self.training), "validation": len(self.validation)}
+            last = resume.name_of(self.total)
+            best = resume.name_of(progress.best_step) if progress.best_step else last
             write_json(
                 self.directory / "manifest.json",
-                summary | {"identity": self.identity, "coverage": self.coverage, "documents": documents},
+                summary | {"identity": self.identity, "coverage": self.coverage, "documents": documents}
+                | {"checkpoints": {"best": f"checkpoints/{best}", "last": f"checkpoints/{last}"}},
             )
         self.accelerator.wait_for_everyone()
 

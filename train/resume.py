@@ -43,6 +43,11 @@ class Progress:
     run_id: str | None = None
 
 
+def name_of(step: int) -> str:
+    """Directory name of the checkpoint at an optimizer step."""
+    return f"step-{step:07d}"
+
+
 def step_of(directory: Path) -> int:
     """The optimizer step in a checkpoint's name, -1 for anything else."""
     match = re.fullmatch(r"step-(\d+)", directory.name)
@@ -57,7 +62,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 def save(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, progress: Progress, target: Any) -> Path:
     """Write one checkpoint; it appears whole or not at all."""
-    path = root / f"step-{progress.step:07d}"
+    path = root / name_of(progress.step)
     tensors, scalars = {}, {}
     for index, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():

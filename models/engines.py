@@ -1,0 +1,99 @@
+"""Conventions of vLLM and SGLang for an EAGLE-3 head: the one place where ours are converted to theirs.
+
+Ours: plane i is the residual stream after i decoder layers. vLLM takes such ids raw, from the top level of
+config.json. SGLang takes the 0-based number of the layer whose output is meant, one less, from the nested
+eagle_config. Both are always written, with their count and every norm flag, so that neither engine guesses.
+Both stay silent about missing tensors, so `expected_tensors` says what a file must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from models.eagle3 import Eagle3Config
+
+
+def vllm_layer_ids(aux_layers: Sequence[int]) -> list[int]:
+    """Our plane numbers as vLLM counts them: unchanged."""
+    return list(aux_layers)
+
+
+def sglang_layer_ids(aux_layers: Sequence[int]) -> list[int]:
+    """Our plane numbers as SGLang counts them: the 0-based layer whose output the plane is."""
+    return [layer - 1 for layer in aux_layers]
+
+
+def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of everything in model.safetensors, and nothing else."""
+    hidden, wide, size = config.hidden_size, 2 * config.hidden_size, config.head_dim
+    inputs = len(config.aux_layers) * config.target_hidden_size
+    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, inputs),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (query, wide),
+        "midlayer.self_attn.k_proj.weight": (key, wide),
+        "midlayer.self_attn.v_proj.weight": (key, wide),
+        "midlayer.self_attn.o_proj.weight": (hidden, query),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (config.intermediate_size, hidden),
+        "midlayer.mlp.up_proj.weight": (config.intermediate_size, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, config.intermediate_size),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config.draft_vocab_size, hidden),
+    }
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (inputs,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(len(config.aux_layers))}
+    if config.draft_vocab_size < config.vocab_size:
+        shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return shapes
+
+
+def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a head that vLLM and SGLang both load.
+
+    Args:
+        dtype: of the float tensors; SGLang runs the head in what this says.
+        special: bos_token_id and eos_token_id of the target, where it has them.
+    """
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "num_aux_hidden_states": len(config.aux_layers),
+        "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(config.aux_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(config.aux_layers),
+        },
+        "norm_before_residual": False,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        **special,
+    }

@@ -1,0 +1,118 @@
+"""`python -m models.export`: a training checkpoint becomes the directory that vLLM and SGLang load.
+
+Both engines leave a missing tensor uninitialised without a word, so nothing is taken on trust here: every
+tensor is checked by name, shape and dtype against the head's configuration, the written file is read again
+and compared, and export.json records the hash and origin of each. Two exports of a checkpoint are equal byte
+for byte.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from models.artefact import file_sha256, fingerprint, read_json, replacing_directory, tensor_sha256
+from models.artefact import write_json, write_tensors
+from models.checkpoint import describe, load_head
+from models.config import ExportConfig
+from models.eagle3 import Eagle3Head
+from models.engines import eagle3_config_json, expected_tensors
+from models.errors import Refused
+from models.target import Target
+from models.vocabulary import maps
+
+
+def find_checkpoint(train: Path, which: str) -> Path:
+    """The checkpoint directory that export.checkpoint asks for ("best", "last" or a path).
+
+    Raises:
+        Refused: the run is not trained to its end, or there is no such directory.
+    """
+    if which not in ("best", "last"):
+        if not (Path(which) / "head.json").exists():
+            raise Refused(f"export.checkpoint={which} is neither best, last nor a checkpoint directory")
+        return Path(which)
+    manifest = train / "manifest.json"
+    if not manifest.exists():
+        raise Refused(f"{train} holds no finished training; run `python -m train` for this run first")
+    return train / read_json(manifest)["checkpoints"][which]
+
+
+def export_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of model.safetensors: weights in `dtype`, d2t int64 offsets, t2d bool.
+
+    Raises:
+        Refused: a tensor is missing, unexpected, of a wrong shape, or not finite.
+    """
+    tensors = {name: tensor.detach().to(dtype) for name, tensor in head.state_dict().items()}
+    if head.reduced:
+        tensors["d2t"], tensors["t2d"] = maps(head.ids_D.cpu(), head.config.vocab_size)
+    wanted = expected_tensors(head.config)
+    if tensors.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+        raise Refused(f"the head's tensors are not those of an EAGLE-3 export: missing {missing}, unexpected {extra}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise Refused(f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted[name]}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise Refused(f"{name} holds values that are not finite; the checkpoint cannot be served")
+    return tensors
+
+
+def export_head(checkpoint: Path, directory: Path, target: Target, settings: ExportConfig) -> bool:
+    """Write the export; False when it is already there, made from the same checkpoint with the same options.
+
+    Raises:
+        Refused: the checkpoint belongs to another target, or is not complete.
+    """
+    identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), settings.dtype, describe(target)])
+    record = directory / "export.json"
+    if record.exists() and read_json(record)["identity"] == identity:
+        return False
+    head, trained_for = load_head(checkpoint)
+    if trained_for != describe(target):
+        raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
+    dtype = getattr(torch, settings.dtype)
+    tensors = export_tensors(head, dtype)
+    special = {
+        key: getattr(target.config, key)
+        for key in ("bos_token_id", "eos_token_id")
+        if getattr(target.config, key, None) is not None
+    }
+    with replacing_directory(directory) as temporary:
+        write_json(temporary / "config.json", eagle3_config_json(head.config, dtype, special))
+        write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})
+        written = load_file(temporary / "model.safetensors")
+        unequal = [name for name in tensors if not torch.equal(tensors[name], written[name])]
+        if unequal:
+            raise Refused(f"the written file differs from the head in {unequal}; is the disk sound?")
+        origin = {name: checkpoint.name if tensor.is_floating_point() else "draft vocabulary" for name, tensor in tensors.items()}  # fmt: skip
+        provenance: dict[str, Any] = {
+            name: {"dtype": str(tensor.dtype), "sha256": tensor_sha256(tensor), "origin": origin[name]}
+            for name, tensor in sorted(tensors.items())
+        }
+        write_json(temporary / "export.json", {"identity": identity, "target": describe(target), "tensors": provenance})
+    return True
+
+
+def main() -> None:
+    """The command line."""
+    from conf import Run, stage
+    from models.target import describe_target
+
+    def work(run: Run) -> bool:
+        checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
+        directory = run.directory / "export"
+        if not export_head(checkpoint, directory, describe_target(run.target), run.export):
+            return False
+        print(f"exported {checkpoint.name} ({run.export.dtype}) to {directory}; vLLM and SGLang load it as it is")
+        return True
+
+    stage("export", work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""An export holds exactly what the engines read, computes what the trainer computes, and is the same each time."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.artefact import file_sha256
+from models.checkpoint import describe, load_head, save_head
+from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from models.engines import eagle3_config_json, sglang_layer_ids, vllm_layer_ids
+from models.errors import Refused
+from models.export import export_head
+from models.target import describe_target
+
+
+@pytest.fixture
+def trained(tiny_target_dir, tmp_path):
+    """A head for the tiny target, saved as a training checkpoint."""
+
+    def make(vocab: int | None = 100, layers=(2, 4, 5), **draft):
+        target = describe_target(TargetConfig(path=str(tiny_target_dir), dtype="float32"))
+        config = Eagle3Config.for_target(target, layers, DraftConfig(vocab_size=vocab, **draft))
+        torch.manual_seed(0)
+        head = Eagle3Head(config, torch.arange(1, 301, 3) if vocab else None)
+        initialise(head, target)
+        directory = tmp_path / "checkpoint"
+        directory.mkdir(exist_ok=True)
+        save_head(directory, head, describe(target))
+        return target, head, directory
+
+    return make
+
+
+def independent_logits(directory, embedding, tokens, aux) -> torch.Tensor:
+    """Step-0 draft logits over the target's vocabulary for every position, from the exported files alone."""
+    c = json.loads((directory / "config.json").read_text())
+    w = {name: t.float() if t.is_floating_point() else t for name, t in load_file(directory / "model.safetensors").items()}
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[name]
+
+    n = len(tokens) - 1
+    planes = aux
+    if c["fc_norm"]:
+        planes = torch.stack([norm(aux[:, i], f"fc_norm.{i}.weight") for i in range(aux.shape[1])], 1)
+    planes = planes.flatten(1)
+    if c["norm_before_fc"]:
+        planes = norm(planes, "input_norm.weight")
+    feature = planes @ w["fc.weight"].T
+    x = torch.cat(
+        (norm(embedding[tokens[1:]], "midlayer.input_layernorm.weight"), norm(feature, "midlayer.hidden_norm.weight")), 1
+    )
+    size, heads, groups = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
+    q, k, v = (
+        (x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, count, size)
+        for p, count in (("q", heads), ("k", groups), ("v", groups))
+    )
+    angles = torch.arange(n)[:, None] * c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def turn(t):
+        a, b = t[..., : size // 2], t[..., size // 2 :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    q, k = turn(q), turn(k)
+    out = torch.zeros(n, heads, size)
+    for h in range(heads):
+        g = h * groups // heads
+        scores = q[:, h] @ k[:, g].T / math.sqrt(size) + torch.full((n, n), -math.inf).triu(1)
+        out[:, h] = scores.softmax(-1) @ v[:, g]
+    residual = feature + out.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+    y = norm(residual, "midlayer.post_attention_layernorm.weight")
+    gate, up = (y @ w[f"midlayer.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
+    hidden = residual + (gate * gate.sigmoid() * up) @ w["midlayer.mlp.down_proj.weight"].T
+    draft = norm(hidden, "norm.weight") @ w["lm_head.weight"].T
+    full = torch.full((n, c["vocab_size"]), -math.inf)
+    ids = torch.arange(draft.shape[1]) + (w["d2t"] if "d2t" in w else 0)
+    full[:, ids] = draft
+    return full
+
+
+@pytest.mark.parametrize("draft", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"head_dim": 24}])
+def test_b33_an_export_loaded_by_independent_code_gives_the_trainers_logits(trained, tmp_path, draft):
+    target, head, checkpoint = trained(**draft)
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype="float32"))
+    embedding = target.load_embedding().float()
+    tokens, aux = torch.randint(3, 300, (14,)), torch.randn(14, 3, 64)
+    with torch.no_grad():
+        (step,) = head.unroll(tokens, aux, torch.zeros(14, dtype=torch.int64), [torch.arange(13)], embedding)
+        ours = head.lm_head(step.hidden_RH)
+    theirs = independent_logits(tmp_path / "export", embedding, tokens, aux[:13])
+    torch.testing.assert_close(theirs[:, head.ids_D], ours, rtol=1e-4, atol=1e-5)
+    assert theirs.isneginf().sum() == 13 * (target.vocab_size - 100)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_b28_b29_every_float_tensor_has_the_asked_dtype_and_the_map_holds_offsets(trained, tmp_path, dtype):
+    target, head, checkpoint = trained()
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype=dtype))
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["torch_dtype"] == dtype and config["tie_word_embeddings"] is False
+    assert {str(t.dtype) for n, t in tensors.items() if n not in ("d2t", "t2d")} == {f"torch.{dtype}"}
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    ids = tensors["d2t"] + torch.arange(100)
+    assert torch.equal(ids, head.ids_D) and torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
+    assert "embed_tokens.weight" not in tensors
+
+
+def test_b29_a_full_vocabulary_has_no_map(trained, tmp_path):
+    target, _, checkpoint = trained(vocab=None)
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig())
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "export" / "model.safetensors").keys()
+
+
+def test_b36_layer_ids_are_written_for_each_engine_in_its_own_counting(trained):
+    assert vllm_layer_ids((2, 4, 5)) == [2, 4, 5] and sglang_layer_ids((2, 4, 5)) == [1, 3, 4]
+    _, head, _ = trained(layers=(1, 2, 4, 6), norm_output=True, fc_norm=True)
+    config = eagle3_config_json(head.config, torch.bfloat16, {})
+    assert head.fc.weight.shape == (64, 4 * 64) and config["num_aux_hidden_states"] == 4
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4, 6]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5]
+    assert config["norm_output"] is True and config["fc_norm"] is True and config["norm_before_residual"] is False
+
+
+def test_two_exports_of_a_checkpoint_are_equal_and_a_second_one_does_nothing(trained, tmp_path):
+    target, _, checkpoint = trained()
+    assert export_head(checkpoint, tmp_path / "a", target, ExportConfig()) is True
+    assert export_head(checkpoint, tmp_path / "b", target, ExportConfig()) is True
+    for file in ("model.safetensors", "config.json", "export.json"):
+        assert file_sha256(tmp_path / "a" / file) == file_sha256(tmp_path / "b" / file)
+    assert export_head(checkpoint, tmp_path / "a", target, ExportConfig()) is False
+
+
+def test_a_head_with_a_missing_or_broken_tensor_is_refused(trained, tmp_path):
+    target, head, checkpoint = trained()
+    with torch.no_grad():
+        head.fc.weight[0, 0] = math.nan
+    save_head(checkpoint, head, describe(target))
+    with pytest.raises(Refused, match="fc.weight holds values that are not finite"):
+        export_head(checkpoint, tmp_path / "export", target, ExportConfig())
+    assert not (tmp_path / "export").exists()
+    tensors = load_file(checkpoint / "head.safetensors")
+    del tensors["fc.weight"]
+    from models.artefact import write_tensors
+
+    write_tensors(checkpoint / "head.safetensors", tensors)
+    with pytest.raises(Refused, match="missing"):
+        load_head(checkpoint)
+
+
+def test_a_head_for_another_target_is_refused(trained, tmp_path, make_target):
+    _, _, checkpoint = trained()
+    other = describe_target(TargetConfig(path=str(make_target(rms_norm_eps=1e-4)), dtype="float32"))
+    with pytest.raises(Refused, match="another target"):
+        export_head(checkpoint, tmp_path / "export", other, ExportConfig())
