@@ -34,7 +34,6 @@ class Eagle3Config:
 
     hidden_size: int
     target_hidden_size: int
-    target_layers: int
     vocab_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
@@ -68,7 +67,6 @@ class Eagle3Config:
         return cls(
             hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
-            target_layers=target.num_layers,
             vocab_size=target.vocab_size,
             draft_vocab_size=vocab,
             aux_layers=tuple(aux_layers),

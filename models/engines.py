@@ -97,3 +97,32 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
         "norm_output": config.norm_output,
         **special,
     }
+
+
+def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
+    """The inverse of `eagle3_config_json`, for exports of ours.
+
+    Raises:
+        KeyError: a key that an export of ours always has is missing.
+    """
+    rope = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": values["rope_theta"]}
+    same = (
+        "hidden_size",
+        "target_hidden_size",
+        "vocab_size",
+        "draft_vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "norm_output",
+        "norm_before_fc",
+        "fc_norm",
+    )
+    return Eagle3Config(
+        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
+        rope_parameters=rope,
+        **{key: values[key] for key in same},
+    )

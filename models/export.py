@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from models.artefact import file_sha256, fingerprint, read_json, replacing_directory, tensor_sha256
@@ -19,10 +20,10 @@ from models.artefact import write_json, write_tensors
 from models.checkpoint import describe, load_head
 from models.config import ExportConfig
 from models.eagle3 import Eagle3Head
-from models.engines import eagle3_config_json, expected_tensors
+from models.engines import eagle3_config_from_json, eagle3_config_json, expected_tensors
 from models.errors import Refused
 from models.target import Target
-from models.vocabulary import maps
+from models.vocabulary import ids_from_offsets, maps
 
 
 def find_checkpoint(train: Path, which: str) -> Path:
@@ -96,6 +97,24 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
         }
         write_json(temporary / "export.json", {"identity": identity, "target": describe(target), "tensors": provenance})
     return True
+
+
+def load_export(directory: Path) -> tuple[Eagle3Head, dict[str, str]]:
+    """Read an export of ours back: the head (fp32) and the description of its target.
+
+    Raises:
+        Refused: there is no complete export.
+    """
+    try:
+        record, config = read_json(directory / "export.json"), read_json(directory / "config.json")
+        tensors = load_file(directory / "model.safetensors")
+    except (FileNotFoundError, SafetensorError):
+        raise Refused(f"no complete export in {directory}; run `python -m models.export` for this run first") from None
+    d2t = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    head = Eagle3Head(eagle3_config_from_json(config), None if d2t is None else ids_from_offsets(d2t))
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return head, record["target"]
 
 
 def main() -> None:

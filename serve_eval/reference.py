@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from models.artefact import file_sha256, fingerprint, read_json, write_json
+from models.artefact import fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.eagle3 import Eagle3Head
 from models.errors import Refused
@@ -44,9 +45,7 @@ def best_k(per_position: Sequence[float], verify_ms: Sequence[float], draft_ms: 
     Args:
         per_position: a_1 .. a_K. verify_ms: of 1 .. K + 1 tokens. draft_ms: of 1 .. K tokens.
     """
-    rates = [
-        (1 + sum(per_position[:k])) / (verify_ms[k] + draft_ms[k - 1]) for k in range(1, len(per_position) + 1)
-    ]
+    rates = [(1 + sum(per_position[:k])) / (verify_ms[k] + draft_ms[k - 1]) for k in range(1, len(per_position) + 1)]
     return 1 + rates.index(max(rates))
 
 
@@ -112,49 +111,95 @@ def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig) -> Re
     return Reference(model.eval().to(device), head.float().eval().to(device), stop_ids(target), settings)
 
 
-def measure(
-    target: Target, head_directory: Path, head: Eagle3Head, prompts: Sequence[Prompt], settings: EvalConfig, path: Path
-) -> dict[str, Any]:
-    """Everything that the reference decoder says about a head, from `path` if it is there already.
+class Measurement:
+    """Everything that the reference decoder says about a head; finished parts are read from `directory`.
 
-    Returns:
-        `k`, `reference` (al, per_position, routes), `lossless` (prompts, identical), `costs_ms` (verify, draft),
-        `best_k`, `answers` ({prompt id: token ids}).
+    Args:
+        weights: SHA-256 of the head's file. prompts: all evaluation prompts.
     """
-    key = fingerprint(
-        [
-            describe(target),
-            file_sha256(head_directory / "model.safetensors"),
-            [[p.id, p.route, list(p.ids)] for p in prompts],
-            [settings.k, settings.max_new_tokens],
-        ]
-    )
-    if path.exists() and (found := read_json(path))["key"] == key:
-        return found
-    runner = load_reference(target, head, settings)
-    started = time.monotonic()
-    plain = runner.answers(prompts, 0)
-    middle = time.monotonic()
-    drafted = runner.answers(prompts, settings.k)
-    log.info(
-        "reference decoder: %d prompts, target alone %.0f s, with %d drafts %.0f s",
-        len(prompts), middle - started, settings.k, time.monotonic() - middle,
-    )  # fmt: skip
-    figures = runner.acceptance(drafted, settings.k)
-    differing = [a.prompt.id for a, b in zip(plain, drafted, strict=True) if a.ids != b.ids]
-    verify, draft = measure_costs(runner.model, runner.head, settings.k)
-    result = {
-        "key": key,
-        "k": settings.k,
-        "reference": figures,
-        "lossless": {
-            "prompts": len(prompts),
-            "identical": len(prompts) - len(differing),
-            "differing": differing,
-        },
-        "costs_ms": {"verify": verify, "draft": draft},
-        "best_k": best_k(figures["per_position"], verify, draft),
-        "answers": {answer.prompt.id: answer.ids for answer in plain},
-    }
-    write_json(path, result)
-    return result
+
+    def __init__(
+        self,
+        target: Target,
+        head: Eagle3Head,
+        weights: str,
+        prompts: Sequence[Prompt],
+        settings: EvalConfig,
+        directory: Path,
+    ) -> None:
+        self.target, self.head, self.prompts, self.settings = target, head, prompts, settings
+        self.directory = directory
+        self.inputs = [describe(target), weights, settings.max_new_tokens]
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The decoder, loaded when something has to be computed."""
+        return load_reference(self.target, self.head, self.settings)
+
+    def _kept(self, name: str, prompts: Sequence[Prompt], k: int, compute: Callable[[], dict[str, Any]]) -> Any:
+        key = fingerprint([*self.inputs, k, [[p.id, p.route, list(p.ids)] for p in prompts]])
+        path = self.directory / name
+        if path.exists() and (found := read_json(path))["key"] == key:
+            return found
+        result = {"key": key} | compute()
+        write_json(path, result)
+        return result
+
+    def run(self) -> dict[str, Any]:
+        """Acceptance over all prompts and the lossless check.
+
+        Returns:
+            `reference` (al, per_position, routes), `lossless` (prompts, identical, differing), `costs_ms`
+            (verify, draft), `best_k`, `rounds` ({prompt id: accepted drafts of each round}).
+        """
+        return self._kept("reference.json", self.prompts, self.settings.k, self._run)
+
+    def _run(self) -> dict[str, Any]:
+        k = self.settings.k
+        started = time.monotonic()
+        plain = self.reference.answers(self.prompts, 0)
+        middle = time.monotonic()
+        drafted = self.reference.answers(self.prompts, k)
+        log.info(
+            "reference decoder: %d prompts, target alone %.0f s, with %d drafts %.0f s",
+            len(self.prompts), middle - started, k, time.monotonic() - middle,
+        )  # fmt: skip
+        figures = self.reference.acceptance(drafted, k)
+        differing = [a.prompt.id for a, b in zip(plain, drafted, strict=True) if a.ids != b.ids]
+        verify, draft = measure_costs(self.reference.model, self.reference.head, k)
+        same = len(self.prompts) - len(differing)
+        return {
+            "reference": figures,
+            "lossless": {"prompts": len(self.prompts), "identical": same, "differing": differing},
+            "costs_ms": {"verify": verify, "draft": draft},
+            "best_k": best_k(figures["per_position"], verify, draft),
+            "rounds": {answer.prompt.id: answer.accepted for answer in drafted},
+        }
+
+    def agreement(self, served: dict[str, Any], k: int) -> dict[str, Any]:
+        """AL of the server beside the reference decoder's, on the same prompts with the same k, per concurrency.
+
+        Returns:
+            {concurrency: {"served", "reference", "difference"}}, the difference as a share of the reference.
+        """
+        wanted = {name for names in served["prompts"].values() for name in names}
+        prompts = [prompt for prompt in self.prompts if prompt.id in wanted]
+
+        def compute() -> dict[str, Any]:
+            if k == self.settings.k:
+                return {"rounds": self.run()["rounds"]}
+            return {"rounds": {a.prompt.id: a.accepted for a in self.reference.answers(prompts, k)}}
+
+        rounds = self._kept("reference-served.json", prompts, k, compute)["rounds"]
+        als = {
+            cell["concurrency"]: cell["al"]
+            for cell in served["cells"]
+            if cell["method"] == "eagle3" and cell["route"] == "all"
+        }
+        table = {}
+        for concurrency, names in served["prompts"].items():
+            ours = acceptance((n for name in names for n in rounds[name]), k)["al"]
+            theirs = als[int(concurrency)]
+            difference = theirs / ours - 1 if ours and theirs else None
+            table[concurrency] = {"served": theirs, "reference": ours, "difference": difference}
+        return table

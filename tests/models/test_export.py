@@ -15,7 +15,7 @@ from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
 from models.engines import eagle3_config_json, sglang_layer_ids, vllm_layer_ids
 from models.errors import Refused
-from models.export import export_head
+from models.export import export_head, load_export
 from models.target import describe_target
 
 
@@ -160,3 +160,13 @@ def test_a_head_for_another_target_is_refused(trained, tmp_path, make_target):
     other = describe_target(TargetConfig(path=str(make_target(rms_norm_eps=1e-4)), dtype="float32"))
     with pytest.raises(Refused, match="another target"):
         export_head(checkpoint, tmp_path / "export", other, ExportConfig())
+
+
+def test_an_export_read_back_is_the_head_that_was_exported(trained, tmp_path):
+    target, head, checkpoint = trained(norm_output=True)
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype="float32"))
+    again, made_for = load_export(tmp_path / "export")
+    assert made_for == describe(target) and again.config == head.config
+    assert torch.equal(again.ids_D, head.ids_D)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)

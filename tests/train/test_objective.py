@@ -18,7 +18,6 @@ from train.packs import Pack, row_count, supervised_rows
 CONFIG = Eagle3Config(
     hidden_size=12,
     target_hidden_size=12,
-    target_layers=8,
     vocab_size=20,
     draft_vocab_size=9,
     aux_layers=(2, 4, 5),

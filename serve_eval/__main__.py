@@ -1,0 +1,78 @@
+"""`python -m serve_eval`: what a head is worth: acceptance in process, then throughput against the same server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from conf import Run, stage
+
+
+def main(run: Run) -> bool:
+    """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal."""
+    from transformers import AutoTokenizer
+
+    from models.artefact import file_sha256, fingerprint, read_json, write_json
+    from models.checkpoint import describe
+    from models.errors import Refused
+    from models.export import load_export
+    from models.target import describe_target
+    from serve_eval.prompts import load_prompts
+    from serve_eval.reference import Measurement
+    from serve_eval.report import render_table, write_report
+    from serve_eval.servers import describe_machine
+    from serve_eval.sweep import run_sweep
+
+    target = describe_target(run.target)
+    export, directory = run.directory / "export", run.directory / "eval"
+    head, made_for = load_export(export)
+    if made_for != describe(target):
+        raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
+    prompts = load_prompts(run.eval.prompts, AutoTokenizer.from_pretrained(target.path))
+    weights = file_sha256(export / "model.safetensors")
+    asked = [asdict(run.eval), {key: value for key, value in asdict(run.engine).items() if key != "python"}]
+    key = fingerprint([describe(target), weights, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
+    path = directory / "summary.json"
+    if path.exists() and (found := read_json(path))["key"] == key:
+        render_table(found)
+        return False
+
+    measurement = Measurement(target, head, weights, prompts, run.eval, directory)
+    measured = measurement.run()
+    k = run.eval.served_k or measured["best_k"]
+    summary: dict[str, Any] = {
+        "key": key,
+        "target": run.target.path,
+        "head": str(export),
+        "machine": describe_machine(),
+        "k": run.eval.k,
+        "reference": measured["reference"],
+        "costs_ms": measured["costs_ms"],
+        "best_k": measured["best_k"],
+        "served": None,
+        "lossless": {"reference": measured["lossless"]},
+    }
+    if run.engine.kind != "none":
+        served = run_sweep(
+            engine=run.engine,
+            settings=run.eval,
+            target_path=target.path,
+            head=export,
+            k=k,
+            prompts=prompts,
+            directory=directory,
+        )
+        served["agreement"] = measurement.agreement(served, k)
+        summary["lossless"][f"vllm_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"] = served.pop(
+            "lossless"
+        )
+        summary["served"] = served
+    write_json(path, summary)
+    write_report(summary, directory / "report.html")
+    render_table(summary)
+    print(f"summary: {path}\nreport: {directory / 'report.html'}")
+    return True
+
+
+if __name__ == "__main__":
+    stage("serve_eval", main)
