@@ -86,15 +86,16 @@ test-slurm: env  ## tests on a real Slurm on this machine (as root; installs it 
 # How data/demo/conversations.jsonl.gz was made (hours on two cores). Stopped, it goes on where it was.
 conversations: env vllm-env  ## make the demo's conversations again, with the target itself
 	@$(PY) -m models.packaged experiment=demo
-	@$(VLLM_PY) -m vllm.entrypoints.openai.api_server --model ~/.cache/draftsmith/targets/SmolLM2-135M-Instruct \
-	  --served-model-name target --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port 8000 >.server.log 2>&1 & \
+	@mkdir -p runs/demo; log=$(CURDIR)/runs/demo/generate-server.log; \
+	(cd runs && exec $(CURDIR)/$(VLLM_PY) -m vllm.entrypoints.openai.api_server --served-model-name target --model \
+	  ~/.cache/draftsmith/targets/SmolLM2-135M-Instruct --max-model-len 2048 --host 127.0.0.1 --port 8000 >$$log 2>&1) & \
 	server=$$!; trap 'kill $$server' EXIT; \
 	until $(PY) -c 'import httpx; httpx.get("http://127.0.0.1:8000/health").raise_for_status()' 2>/dev/null; do \
-	  kill -0 $$server 2>/dev/null || { echo 'make: the server died (log: .server.log)' >&2; trap - EXIT; exit 2; }; \
+	  kill -0 $$server 2>/dev/null || { echo 'make: the server died (log: runs/demo/generate-server.log)' >&2; trap - EXIT; exit 2; }; \
 	  sleep 2; \
 	done; \
 	$(PY) -m featurize.generate experiment=demo
 
 clean:  ## remove environments and caches; runs/ and prepared targets stay
-	rm -rf .venv .venv-vllm .venv.log .venv-vllm.log .slurm-install.log .server.log build .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .venv .venv-vllm .venv.log .venv-vllm.log .slurm-install.log build .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,7 +40,7 @@ class FeaturizeConfig:
     """
 
     device: str = "auto"
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     shard_tokens: int = 65536
     canary_documents: int = 4
 

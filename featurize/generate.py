@@ -7,6 +7,10 @@ repetitive or already seen are discarded and sampled again; the target then answ
 
 Every conversation has a slot with an id and a seed of its own, so a run that is stopped goes on with
 the slots that are missing. `pack` writes the result sorted and compressed, equal for equal contents.
+
+    python -m featurize.generate experiment=demo generate.url=http://127.0.0.1:8000/v1
+
+asks a running OpenAI-compatible server that serves the target under the name `generate.model`.
 """
 
 from __future__ import annotations
@@ -205,3 +209,36 @@ def pack(source: Path, target: Path) -> int:
     lines = "".join(json.dumps(c, ensure_ascii=False) + "\n" for c in conversations)
     write_bytes(target, gzip.compress(lines.encode(), 9, mtime=0))
     return len(conversations)
+
+
+def fill_and_pack(config: GenerateConfig, target_path: str) -> bool:
+    """Fill what is missing of `config.output`, then write its .gz; False when both are there already.
+
+    Raises:
+        Refused: no tokenizer or chat template in `target_path`, or the server keeps failing.
+    """
+    from transformers import AutoTokenizer
+
+    output = Path(config.output)
+    packed = output.with_name(output.name + ".gz")
+    finished = {conversation["id"] for conversation in read_finished(output)}
+    if packed.exists() and all(slot.id in finished for slot in plan_slots(config)):
+        return False
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target_path)
+    except (OSError, ValueError) as error:
+        raise Refused(f"target.path={target_path} holds no usable tokenizer ({str(error).splitlines()[0]})") from None
+    for reason, count in asyncio.run(generate(config, user_turn_head(tokenizer))).most_common():
+        log.info("discarded: %d x %s", count, reason)
+    print(f"generate: {pack(output, packed):,} conversations in {packed} ({packed.stat().st_size / 1e6:.2f} MB)")
+    return True
+
+
+if __name__ == "__main__":
+    from conf import Run, stage
+
+    def work(run: Run) -> bool:
+        """Make the run's conversations."""
+        return fill_and_pack(run.generate, run.target.path)
+
+    stage("generate", work)

@@ -68,7 +68,9 @@ def test_a_perfect_drafter_accepts_everything_and_a_hopeless_one_nothing(parts, 
     monkeypatch.setattr(HeadRunner, "draft", oracle)
     answers = decode(parts.model, prompts, stop=set(), max_new_tokens=13, head=parts.head, k=3)
     assert [a.accepted for a in answers] == [[3, 3, 3], [3, 3, 3]]  # 1 + 3 rounds of 4
-    monkeypatch.setattr(HeadRunner, "draft", lambda self, ids, aux, at, last, k: oracle(self, ids, aux, at, last, k) + 1)
+    monkeypatch.setattr(
+        HeadRunner, "draft", lambda self, ids, aux, at, last, k: oracle(self, ids, aux, at, last, k) + 1
+    )
     answers = decode(parts.model, prompts, stop=set(), max_new_tokens=6, head=parts.head, k=3)
     assert [a.accepted for a in answers] == [[0] * 5, [0] * 5]
 
@@ -93,9 +95,7 @@ def test_drafts_are_those_of_the_trainers_unroll(parts, norm_output):
     aux = torch.randn(1, length, 3, 64)
     runner = HeadRunner(head, objective.embedding_VH)
     with torch.no_grad():
-        drafts = runner.draft(
-            tokens[None, 1:], aux, torch.arange(length)[None], torch.tensor([length - 1]), k
-        )[0]
+        drafts = runner.draft(tokens[None, 1:], aux, torch.arange(length)[None], torch.tensor([length - 1]), k)[0]
     extended = torch.cat((tokens, drafts, torch.zeros(3, dtype=torch.int64)))
     padded = torch.zeros(len(extended), 3, 64)
     padded[:length] = aux[0]

@@ -1,0 +1,118 @@
+"""What features are: the facts under which a trainer may use them, and how two sets of facts differ.
+
+The contract travels in the manifest of a feature store. Everything in it is taken from contents (hashes
+of configuration, weights, tokenizer), nothing from paths, so that a store can be moved and a target can
+live elsewhere on another machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.artefact import file_sha256, fingerprint
+from models.errors import Refused
+from models.target import Target
+
+ENCODING = "bf16"
+"""How planes are stored; the only encoding so far."""
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Everything beside a target's weights that decides over its token ids and where its answers end."""
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """Fingerprint of the files that decide over token ids, template text and end-of-turn ids."""
+    files = {name: file_sha256(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
+    return fingerprint(files)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureContract:
+    """Facts about the planes of a store.
+
+    Attributes:
+        target_config: hash of the target's configuration.
+        target_weights: hash of a sample of its weights, which tells fine-tunes of one model apart.
+        hidden_size, vocab_size: H and V of the target.
+        dtype: the dtype the target ran in.
+        aux_layers: planes in stored order; plane i is the residual stream after i decoder layers.
+        encoding: how planes are stored.
+        final: "post_norm", the final plane is taken after the target's final norm.
+        tokenizer: fingerprint of tokenizer, chat template and end-of-turn ids.
+        backend, backend_version: what computed the planes.
+    """
+
+    target_config: str
+    target_weights: str
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    aux_layers: tuple[int, ...]
+    encoding: str
+    final: str
+    tokenizer: str
+    backend: str
+    backend_version: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract as a JSON object."""
+        return asdict(self) | {"aux_layers": list(self.aux_layers)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> FeatureContract:
+        """The contract in a manifest.
+
+        Raises:
+            Refused: keys are missing or unknown: another version of this program wrote it.
+        """
+        try:
+            return cls(**value | {"aux_layers": tuple(value["aux_layers"])})
+        except (TypeError, KeyError) as error:
+            raise Refused(
+                f"the features were written by another version of this program ({error}); extract again"
+            ) from None
+
+    def require(self, target: Target, aux_layers: tuple[int, ...] | list[int]) -> None:
+        """Check that these are features of `target`, of these layers.
+
+        Raises:
+            Refused: naming the first difference.
+        """
+        wanted = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "target_config": target.config_hash,
+            "target_weights": target.weights_hash,
+            "dtype": dtype_name(target.dtype),
+            "aux_layers": tuple(aux_layers),
+            "encoding": ENCODING,
+            "final": "post_norm",
+            "tokenizer": tokenizer_fingerprint(Path(target.path)),
+        }
+        for name, value in wanted.items():
+            if (found := getattr(self, name)) != value:
+                raise Refused(
+                    f"the features do not fit: {name} is {found} in the store and {value} in this run; "
+                    "extract them again under another run name"
+                )

@@ -1,0 +1,275 @@
+"""Hidden states with transformers: the target's decoder alone, hooks on the layers that are needed.
+
+The unit of work is a shard. Its documents are sorted by length and laid into batches of about
+`featurize.batch_tokens` tokens, padded on the right to the longest of the batch. No attention mask is
+passed: a causal model never looks to the right, so padding behind a document cannot reach it, and
+without a mask attention takes its fast path. Neighbours in length differ by little, so padding is under
+a few percent, and short documents need not be packed behind a block mask, which on a CPU would cost
+more than the padding. The output head is never computed; planes go straight into the shard's tensors.
+
+Batches depend on the unit alone, so a shard that is computed again is the same, byte for byte.
+
+Shape suffixes: B documents of a batch, L longest of the batch, T tokens of a shard, F teacher positions of
+a shard, A aux planes, H hidden.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TaskID, TextColumn
+from torch import nn
+
+from featurize.store import Unit, teacher_positions, write_shard
+from featurize.tokenised import TokenisedSet
+from models.config import TargetConfig
+from models.errors import Refused
+from models.target import Target
+
+PROGRESS_SECONDS = 20
+"""Between two progress lines where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A loaded target that yields planes.
+
+    Attributes:
+        model: the causal language model, in evaluation mode.
+        aux_layers: planes to take; plane i = residual stream after i decoder layers.
+    """
+
+    model: Any
+    aux_layers: tuple[int, ...]
+    device: torch.device
+
+    def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Aux planes (A tensors [B, L, H]) and the final plane [B, L, H] of right-padded ids, on the device."""
+        decoder = self.model.get_decoder()
+        taken: dict[int, torch.Tensor] = {}
+
+        def taker(layer: int) -> Any:
+            def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
+                taken[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        with ExitStack() as stack, torch.inference_mode():
+            for layer in self.aux_layers:
+                # Plane i leaves layer i - 1 (counted from 0).
+                stack.callback(decoder.layers[layer - 1].register_forward_hook(taker(layer)).remove)
+            final_BLH = decoder(input_ids=ids_BL.to(self.device), use_cache=False).last_hidden_state
+        return [taken[layer] for layer in self.aux_layers], final_BLH
+
+
+def choose_device(requested: str) -> torch.device:
+    """The torch device of `featurize.device`; "auto" takes a GPU when there is one.
+
+    Raises:
+        Refused: the name is no device, or the device is not there.
+    """
+    if requested == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(requested)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Refused(f"featurize.device={requested} cannot be used ({str(error).splitlines()[0]})") from None
+    return device
+
+
+def load_backend(target: Target, settings: TargetConfig, aux_layers: Sequence[int], device: str) -> Backend:
+    """Load the target in its dtype, ready for extraction.
+
+    Raises:
+        Refused: the weights cannot be loaded, or the model's decoder layers cannot be found.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    place = choose_device(device)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.path,
+            dtype=target.dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise Refused(f"target.path={target.path} cannot be loaded ({str(error).splitlines()[0]})") from None
+    model.eval().to(place)
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != target.num_layers:
+        raise Refused(
+            f"{type(model).__name__}: its {target.num_layers} decoder layers are not where transformers puts them"
+        )
+    return Backend(model, tuple(aux_layers), place)
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of `lengths`, longest first, in batches of at most `batch_tokens` padded tokens (at least one each)."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    begin = 0
+    while begin < len(order):
+        size = max(1, batch_tokens // lengths[order[begin]])
+        yield order[begin : begin + size]
+        begin += size
+
+
+def pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of ids as one int64 [B, L], padded on the right with 0 (any id will do: nobody attends to it)."""
+    return nn.utils.rnn.pad_sequence([row.long() for row in rows], batch_first=True)
+
+
+def check_rows(plane: torch.Tensor, name: str, document: str) -> None:
+    """Refuse a plane [T, H] that holds non-finite values or rows of zeros only.
+
+    Raises:
+        Refused: naming plane, count and document.
+    """
+    largest = plane.abs().amax(-1).float()
+    # A NaN compares false with everything, so it is caught as "not in (0, inf)".
+    bad = int((~((largest > 0) & (largest < torch.inf))).sum())
+    if bad:
+        raise Refused(
+            f"{name} of document {document} has {bad} of {len(largest)} rows that are zero or not finite; "
+            "the target cannot be run like this (try target.dtype=float32 or bfloat16)"
+        )
+
+
+def extract_unit(
+    backend: Backend,
+    tokenised: TokenisedSet,
+    unit: Unit,
+    batch_tokens: int,
+    hidden_size: int,
+    advance: Callable[[int], None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H].
+
+    Args:
+        advance: called with the number of tokens done, after every batch.
+
+    Raises:
+        Refused: a plane holds rows that are zero or not finite.
+    """
+    documents = tokenised.documents[unit.first : unit.last]
+    tokens_T = torch.cat([tokenised.ids(unit.first + i) for i in range(len(documents))])
+    aux_TAH = torch.empty(unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16)
+    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16)
+    begins = []
+    token = teacher = 0
+    for document in documents:
+        begins.append((token, teacher))
+        token, teacher = token + document.length, teacher + document.teachers
+    for batch in batches([document.length for document in documents], batch_tokens):
+        aux, final_BLH = backend.planes(pad([tokenised.ids(unit.first + i) for i in batch]))
+        for row, i in enumerate(batch):
+            document, (token, teacher) = documents[i], begins[i]
+            for plane, (layer, states) in enumerate(zip(backend.aux_layers, aux, strict=True)):
+                rows_TH = aux_TAH[token : token + document.length, plane]
+                rows_TH.copy_(states[row, : document.length])
+                check_rows(rows_TH, f"plane {layer}", document.id)
+            rows_FH = final_FH[teacher : teacher + document.teachers]
+            rows_FH.copy_(final_BLH[row, teacher_positions(document).to(final_BLH.device)])
+            check_rows(rows_FH, "the final plane", document.id)
+        advance(sum(documents[i].length for i in batch))
+    return tokens_T, aux_TAH, final_FH
+
+
+def check_space(
+    directory: Path, tokenised: TokenisedSet, units: Sequence[Unit], todo: Sequence[Unit], hidden_size: int, planes: int
+) -> None:
+    """Print what will be written against what is free; `planes` is the number of aux planes.
+
+    Raises:
+        Refused: what is still to be written does not fit.
+    """
+    token_bytes, teacher_bytes = 4 + planes * hidden_size * 2, hidden_size * 2
+
+    def size(chosen: Sequence[Unit]) -> int:
+        return sum(unit.tokens * token_bytes + unit.teachers * teacher_bytes for unit in chosen)
+
+    tokens, total, needed = len(tokenised.tokens), size(units), size(todo)
+    free = shutil.disk_usage(directory).free
+    print(
+        f"features: {len(tokenised.documents):,} documents, {tokens:,} tokens, {total / tokens:,.0f} bytes per token, "
+        f"{total / 1e9:.2f} GB in {len(units)} shards; {len(todo)} shards ({needed / 1e9:.2f} GB) to compute, "
+        f"{free / 1e9:.1f} GB free",
+        flush=True,
+    )
+    if needed * 1.01 > free:
+        raise Refused(
+            f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; "
+            "free some, put root=... on a larger disk, or lower data.limit or data.max_tokens"
+        )
+
+
+class Progress:
+    """Tokens done and tokens per second: a bar on a terminal, otherwise one plain line per interval."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.started = self.told = time.monotonic()
+        self.bar: Bar | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[Progress]:
+        """Show the bar while the block runs, and one line at the end."""
+        if sys.stderr.isatty():
+            columns = (*Bar.get_default_columns(), TextColumn("{task.fields[rate]:,.0f} tokens/s"))
+            with Bar(*columns, console=Console(stderr=True)) as self.bar:
+                self.bar.add_task("features", total=self.total, rate=0.0)
+                yield self
+        else:
+            yield self
+        self._tell()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second so far."""
+        return self.done / max(time.monotonic() - self.started, 1e-9)
+
+    def _tell(self) -> None:
+        print(f"features: {self.done:,} of {self.total:,} tokens, {self.rate:,.0f} tokens/s", flush=True)
+
+    def advance(self, tokens: int) -> None:
+        """Count finished tokens."""
+        self.done += tokens
+        if self.bar is not None:
+            self.bar.update(TaskID(0), completed=self.done, rate=self.rate)
+        elif time.monotonic() - self.told >= PROGRESS_SECONDS:
+            self.told = time.monotonic()
+            self._tell()
+
+
+def extract(
+    backend: Backend,
+    directory: Path,
+    tokenised: TokenisedSet,
+    todo: Sequence[Unit],
+    batch_tokens: int,
+    hidden_size: int,
+) -> None:
+    """Compute the given units and write each as soon as it is done.
+
+    Raises:
+        Refused: a plane holds rows that are zero or not finite.
+    """
+    progress = Progress(sum(unit.tokens for unit in todo))
+    with progress.shown():
+        for unit in todo:
+            tensors = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, progress.advance)
+            write_shard(directory, unit, *tensors)

@@ -1,0 +1,289 @@
+"""The feature store: hidden states of whole documents in shards, read by memory map.
+
+    inputs.json                     what went in, by contents; a rerun must agree with it
+    tokenised.{safetensors,json}    ids, spans and routes of all documents, in order
+    shards/00000.safetensors        tokens [T], aux [T, A, H], final [F, H] of the documents of one shard
+    shards/00000.json               the shard's key, size and SHA-256; a shard counts as finished with it
+    manifest.json                   contract, inputs, totals, size and SHA-256 of every shard; written last
+
+The final plane is kept only where a supervised row needs its teacher: positions s .. e-2 of every span
+(s, e). Shards are cut from the tokenised set alone, so which shard holds what is known before anything
+is computed. A reader maps a shard and hands out views: planes that are not touched are never read from
+disk, and nothing is copied. Checksums are compared when a shard is first used.
+
+Shape suffixes: T tokens of a document or shard, A aux planes, H hidden, F teacher positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from featurize.contract import FeatureContract
+from featurize.tokenised import Document, TokenisedSet, load, require_same
+from models.artefact import file_sha256, fingerprint, read_json, write_json, write_tensors
+from models.errors import Refused
+from models.target import Target
+
+DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32}
+"""Dtypes that a shard holds, by their safetensors names."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The work of one shard: a run of whole documents.
+
+    Attributes:
+        index: of the shard.
+        first, last: half-open range of document indices.
+        tokens, teachers: T and F of the shard.
+        key: fingerprint of everything that decides its contents.
+    """
+
+    index: int
+    first: int
+    last: int
+    tokens: int
+    teachers: int
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Stem of its files."""
+        return f"{self.index:05d}"
+
+
+def cut_units(tokenised: TokenisedSet, shard_tokens: int) -> list[Unit]:
+    """Documents in order, closed into a unit as soon as it has `shard_tokens` tokens."""
+    units: list[Unit] = []
+    first = tokens = teachers = 0
+    for index, document in enumerate(tokenised.documents):
+        tokens += document.length
+        teachers += document.teachers
+        if tokens >= shard_tokens or index == len(tokenised.documents) - 1:
+            key = fingerprint([tokenised.fingerprint, first, index + 1])
+            units.append(Unit(len(units), first, index + 1, tokens, teachers, key))
+            first, tokens, teachers = index + 1, 0, 0
+    return units
+
+
+def shard_path(directory: Path, unit: Unit) -> Path:
+    """Where a unit's shard lies."""
+    return directory / "shards" / f"{unit.name}.safetensors"
+
+
+def write_shard(
+    directory: Path, unit: Unit, tokens_T: torch.Tensor, aux_TAH: torch.Tensor, final_FH: torch.Tensor
+) -> None:
+    """Write one finished shard, then its record."""
+    path = shard_path(directory, unit)
+    write_tensors(path, {"tokens": tokens_T, "aux": aux_TAH, "final": final_FH}, {"key": unit.key})
+    record = {"key": unit.key, "size": path.stat().st_size, "sha256": file_sha256(path)}
+    write_json(path.with_suffix(".json"), record)
+
+
+def finished_record(directory: Path, unit: Unit) -> dict[str, Any] | None:
+    """The record of a unit whose shard is there, whole and of this key; None when it must be computed."""
+    path = shard_path(directory, unit)
+    try:
+        record = json.loads(path.with_suffix(".json").read_bytes())
+        whole = record["key"] == unit.key and record["size"] == path.stat().st_size
+        return record if whole and record["sha256"] == file_sha256(path) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
+    """Check that a features folder is new or belongs to these inputs; leftovers of a kill are removed.
+
+    Raises:
+        Refused: it was made with other inputs; naming what differs.
+    """
+    record = directory / "inputs.json"
+    if record.is_file():
+        require_same(inputs, read_json(record), directory)
+    for leftover in [*directory.glob(".*.tmp"), *directory.glob("shards/.*.tmp")]:
+        leftover.unlink()
+
+
+def record_inputs(directory: Path, inputs: dict[str, Any]) -> None:
+    """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended."""
+    write_json(directory / "inputs.json", inputs)
+
+
+def is_complete(directory: Path, inputs: dict[str, Any]) -> bool:
+    """Whether a manifest of these inputs is there and every file it lists has its size. Checksums are for readers."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_bytes())
+        sizes_agree = all((directory / entry["file"]).stat().st_size == entry["size"] for entry in manifest["files"])
+        return manifest["inputs"] == inputs and sizes_agree
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_manifest(
+    directory: Path,
+    contract: FeatureContract,
+    inputs: dict[str, Any],
+    tokenised: TokenisedSet,
+    units: Sequence[Unit],
+    canary: dict[str, Any],
+) -> None:
+    """Write manifest.json, after which the directory is complete; `canary` is that check's report."""
+    files: list[dict[str, Any]] = []
+    for unit in units:
+        path = shard_path(directory, unit)
+        record = read_json(path.with_suffix(".json"))
+        name = str(path.relative_to(directory))
+        files.append({"file": name, "size": record["size"], "sha256": record["sha256"]})
+        files[-1].update(first=unit.first, last=unit.last)
+    for path in (directory / "tokenised.safetensors", directory / "tokenised.json"):
+        files.append({"file": path.name, "size": path.stat().st_size, "sha256": file_sha256(path)})
+    manifest = {
+        "contract": contract.to_json(),
+        "inputs": inputs,
+        "totals": {
+            "documents": len(tokenised.documents),
+            "tokens": len(tokenised.tokens),
+            "supervised_tokens": sum(e - s for document in tokenised.documents for s, e in document.spans),
+            "teacher_positions": sum(document.teachers for document in tokenised.documents),
+            "bytes": sum(entry["size"] for entry in files),
+            "refused_conversations": tokenised.refused,
+        },
+        "canary": canary,
+        "files": files,
+    }
+    write_json(directory / "manifest.json", manifest)
+
+
+@dataclass(frozen=True)
+class DocumentFeatures:
+    """One document's features, views into its memory-mapped shard; do not write into them.
+
+    Attributes:
+        tokens: int32 [T].
+        aux: bfloat16 [T, A, H], aux planes in the contract's order.
+        final: bfloat16 [F, H], after the final norm, at `final_positions`.
+        final_positions: int64 [F], ascending: s .. e-2 of every span (s, e).
+    """
+
+    tokens: torch.Tensor
+    aux: torch.Tensor
+    final: torch.Tensor
+    final_positions: torch.Tensor
+
+
+def teacher_positions(document: Document) -> torch.Tensor:
+    """Positions of a document whose final plane is stored, int64 [F]."""
+    return torch.cat([torch.arange(start, end - 1) for start, end in document.spans])
+
+
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file as a view of one private memory map."""
+    with path.open("rb") as handle:
+        header_size = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(header_size))
+    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    data = mapped[8 + header_size :]
+    header.pop("__metadata__", None)
+    return {
+        name: data[entry["data_offsets"][0] : entry["data_offsets"][1]]
+        .view(DTYPES[entry["dtype"]])
+        .view(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+class FeatureStore:
+    """Features on disk; open with `FeatureStore.open`.
+
+    Attributes:
+        directory: the store's folder.
+        contract: what these features are.
+        documents: id, route, length and spans, in stored order.
+        manifest: manifest.json as read.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], tokenised: TokenisedSet) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.contract = FeatureContract.from_json(manifest["contract"])
+        self.documents = tokenised.documents
+        self._shards = [entry for entry in manifest["files"] if "first" in entry]
+        self._shard_of = [i for i, entry in enumerate(self._shards) for _ in range(entry["first"], entry["last"])]
+        self._begins: list[tuple[int, int]] = []
+        for entry in self._shards:
+            tokens = teachers = 0
+            for document in self.documents[entry["first"] : entry["last"]]:
+                self._begins.append((tokens, teachers))
+                tokens, teachers = tokens + document.length, teachers + document.teachers
+        self._mapped: dict[int, dict[str, torch.Tensor]] = {}
+
+    @classmethod
+    def open(cls, directory: Path) -> FeatureStore:
+        """Open a complete store.
+
+        Raises:
+            Refused: it is missing, incomplete, or a file is missing or has the wrong size.
+        """
+        if not directory.is_dir():
+            raise Refused(f"no features in {directory}; run `python -m featurize` for this run first")
+        if not (directory / "manifest.json").is_file():
+            raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
+        manifest = read_json(directory / "manifest.json")
+        for entry in manifest["files"]:
+            path = directory / entry["file"]
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry["size"]:
+                found = "missing" if size is None else f"torn ({size} of {entry['size']} bytes)"
+                raise Refused(f"{path} is {found}; run `python -m featurize` again to mend it")
+        tokenised = load(directory)
+        if tokenised is None or len(tokenised.documents) != manifest["totals"]["documents"]:
+            raise Refused(f"{directory}/tokenised.* is torn; delete {directory} and run `python -m featurize` again")
+        return cls(directory, manifest, tokenised)
+
+    @property
+    def fingerprint(self) -> str:
+        """What these features are made of: contract and inputs, the same wherever they were extracted."""
+        return fingerprint([self.contract.to_json(), self.manifest["inputs"]])
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.documents)
+
+    def require(self, target: Target, aux_layers: Sequence[int]) -> None:
+        """Check that these are features of `target`, of these layers.
+
+        Raises:
+            Refused: naming the first difference.
+        """
+        self.contract.require(target, tuple(aux_layers))
+
+    def _map(self, shard: int) -> dict[str, torch.Tensor]:
+        if shard not in self._mapped:
+            entry = self._shards[shard]
+            path = self.directory / entry["file"]
+            if file_sha256(path) != entry["sha256"]:
+                raise Refused(f"{path} is damaged (its SHA-256 differs); delete it and run `python -m featurize` again")
+            self._mapped[shard] = map_tensors(path)
+        return self._mapped[shard]
+
+    def read(self, index: int) -> DocumentFeatures:
+        """Features of one document, as views of a memory map.
+
+        Raises:
+            Refused: the shard's checksum is wrong (compared when the shard is first used).
+        """
+        document, tensors = self.documents[index], self._map(self._shard_of[index])
+        token, teacher = self._begins[index]
+        rows = slice(token, token + document.length)
+        return DocumentFeatures(
+            tensors["tokens"][rows],
+            tensors["aux"][rows],
+            tensors["final"][teacher : teacher + document.teachers],
+            teacher_positions(document),
+        )

@@ -1,0 +1,226 @@
+"""The tokenised set: what conversations have become before any model runs, complete or absent.
+
+Documents (ids, spans, route) are kept in the order of the conversations, in `tokenised.safetensors` with
+`tokenised.json` beside it, written last. What went in is described by contents alone (`describe_inputs`):
+hashes of the data files, of the target's configuration, weights and tokenizer, and the options. That
+description is the key of everything in the folder: a rerun with the same one goes on, another is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from featurize.config import DataConfig
+from featurize.contract import dtype_name, tokenizer_fingerprint
+from featurize.conversations import Refusals, Unusable, read_conversations
+from featurize.spans import Renderer
+from models.artefact import file_sha256, fingerprint, read_json, write_bytes, write_tensors
+from models.config import TargetConfig
+from models.errors import Refused
+from models.target import Target
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the files in a features folder; features of another version are refused, never reinterpreted."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation as token ids; the ids themselves are read when needed.
+
+    Attributes:
+        length: tokens.
+        spans: half-open ranges that the target itself produced, each of at least two tokens.
+    """
+
+    id: str
+    route: str
+    length: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def teachers(self) -> int:
+        """Positions whose final plane a supervised row needs: s .. e-2 of every span (s, e)."""
+        return sum(end - start - 1 for start, end in self.spans)
+
+
+@dataclass(frozen=True)
+class TokenisedSet:
+    """All documents.
+
+    Attributes:
+        documents: in the order of the conversations.
+        tokens: int32, the documents' ids end to end.
+        fingerprint: of the description of everything that went in.
+        refused: conversations left out, by reason.
+    """
+
+    documents: list[Document]
+    tokens: torch.Tensor
+    fingerprint: str
+    refused: dict[str, int]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each document begins in `tokens`, and the total at the end."""
+        return [0, *accumulate(document.length for document in self.documents)]
+
+    def ids(self, index: int) -> torch.Tensor:
+        """Token ids of one document, int32 [T], a view."""
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+
+def describe_inputs(
+    data: DataConfig, target: Target, aux_layers: Sequence[int], shard_tokens: int, encoding: str
+) -> dict[str, Any]:
+    """Everything that decides what the features are, by contents, without loading a model or a tokenizer.
+
+    Raises:
+        Refused: no data file is named, or one is missing.
+    """
+    if not data.conversations:
+        raise Refused("data.conversations names no file; choose a data set, for example data=jsonl, and name its files")
+    files = [Path(name).expanduser() for name in data.conversations]
+    for file in files:
+        if not file.is_file():
+            raise Refused(f"no such file: {file} (data.conversations; relative paths start at the current folder)")
+    return {
+        "version": VERSION,
+        "data.conversations (contents)": [file_sha256(file) for file in files],
+        "data.max_tokens": data.max_tokens,
+        "data.limit": data.limit,
+        "target configuration": target.config_hash,
+        "target weights": target.weights_hash,
+        "target tokenizer and chat template": tokenizer_fingerprint(Path(target.path)),
+        "target.dtype": dtype_name(target.dtype),
+        "target.aux_layers": list(aux_layers),
+        "featurize.shard_tokens": shard_tokens,
+        "encoding": encoding,
+    }
+
+
+def require_same(inputs: dict[str, Any], recorded: dict[str, Any], directory: Path) -> None:
+    """Check that a features folder was begun with these inputs.
+
+    Raises:
+        Refused: naming what differs.
+    """
+    different = [key for key in {**inputs, **recorded} if inputs.get(key) != recorded.get(key)]
+    if different:
+        told = []
+        for key in different:
+            was, now = recorded.get(key), inputs.get(key)
+            hashes = "contents" in key or key.startswith("target ")
+            told.append(key if hashes else f"{key} (was {was}, is {now})")
+        raise Refused(
+            f"{directory} was made with other inputs: {', '.join(told)}; use another run name, or delete that folder"
+        )
+
+
+def load_renderer(target: Target, settings: TargetConfig) -> Renderer:
+    """The target's tokenizer and template.
+
+    Raises:
+        Refused: there is no tokenizer, or no usable chat template.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise Refused(f"target.path={target.path} holds no usable tokenizer ({str(error).splitlines()[0]})") from None
+    own = [target.config.eos_token_id]
+    if (Path(target.path) / "generation_config.json").is_file():
+        own.append(GenerationConfig.from_pretrained(target.path).eos_token_id)
+    eos_ids: set[int] = set()
+    for value in own:
+        eos_ids.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return Renderer(tokenizer, eos_ids)
+
+
+def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
+    """Render every conversation of `data`; those that cannot be used are counted by reason and logged.
+
+    Raises:
+        Refused: a file cannot be read, or no document is left.
+    """
+    refusals = Refusals()
+    documents: list[Document] = []
+    pieces: list[torch.Tensor] = []
+    for conversation in read_conversations(data.conversations, refusals):
+        if data.limit is not None and len(documents) >= data.limit:
+            break
+        try:
+            rendered = renderer.render(conversation, data.max_tokens)
+        except Unusable as error:
+            refusals.add(str(error), conversation.source)
+            continue
+        documents.append(Document(conversation.id, conversation.route, len(rendered.ids), rendered.spans))
+        pieces.append(torch.tensor(rendered.ids, dtype=torch.int32))
+    for line in refusals.lines():
+        log.warning("left out: %s", line)
+    if not documents:
+        raise Refused(
+            f"no document is left to featurize; left out: {'; '.join(refusals.lines()) or 'nothing was read'}"
+        )
+    return TokenisedSet(documents, torch.cat(pieces), key, dict(refusals.counts))
+
+
+def save(directory: Path, tokenised: TokenisedSet) -> None:
+    """Write the set; `tokenised.json` last."""
+    spans = [(i, *span) for i, document in enumerate(tokenised.documents) for span in document.spans]
+    tensors = {"tokens": tokenised.tokens, "spans": torch.tensor(spans, dtype=torch.int64)}
+    write_tensors(directory / "tokenised.safetensors", tensors)
+    value = {
+        "fingerprint": tokenised.fingerprint,
+        "sha256": file_sha256(directory / "tokenised.safetensors"),
+        "refused": tokenised.refused,
+        "documents": [[document.id, document.route, document.length] for document in tokenised.documents],
+    }
+    write_bytes(directory / "tokenised.json", (json.dumps(value, ensure_ascii=False) + "\n").encode())
+
+
+def load(directory: Path) -> TokenisedSet | None:
+    """The set in `directory`, or None when it is missing or torn."""
+    record, file = directory / "tokenised.json", directory / "tokenised.safetensors"
+    if not record.is_file() or not file.is_file():
+        return None
+    value = read_json(record)
+    if file_sha256(file) != value["sha256"]:
+        return None
+    tensors = load_file(file)
+    spans: list[list[tuple[int, int]]] = [[] for _ in value["documents"]]
+    for index, start, end in tensors["spans"].tolist():
+        spans[index].append((start, end))
+    documents = [
+        Document(identity, route, length, tuple(own))
+        for (identity, route, length), own in zip(value["documents"], spans, strict=True)
+    ]
+    return TokenisedSet(documents, tensors["tokens"], value["fingerprint"], value["refused"])
+
+
+def load_or_tokenise(
+    directory: Path, data: DataConfig, target: Target, settings: TargetConfig, inputs: dict[str, Any]
+) -> TokenisedSet:
+    """The set of these inputs: the one in `directory` if it is there and whole, otherwise made and saved.
+
+    Raises:
+        Refused: no tokenizer, no chat template, or no usable conversation.
+    """
+    key = fingerprint(inputs)
+    tokenised = load(directory)
+    if tokenised is None or tokenised.fingerprint != key:
+        tokenised = tokenise(data, load_renderer(target, settings), key)
+        save(directory, tokenised)
+    return tokenised

@@ -1,0 +1,119 @@
+"""Evaluation prompts: conversations that end with a user's turn, as the token ids that a server is given.
+
+Acceptance is a property of the traffic, so a prompt carries its route, and it is rendered with the
+target's own chat template and generation prompt. Rendering happens here, once: the reference decoder and
+every server get the same ids, and no second template (a server's, with other defaults) can slip in
+between. Given up: a server's own chat route is not exercised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.errors import Refused
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One evaluation prompt.
+
+    Attributes:
+        id: unique over all files.
+        route: label under which its figures are reported.
+        ids: token ids, rendered with the target's chat template and generation prompt.
+    """
+
+    id: str
+    route: str
+    ids: tuple[int, ...]
+
+
+def _check_row(row: Any) -> str | None:
+    """What is wrong with a prompt row, or None."""
+    if not isinstance(row, dict):
+        return "is not a JSON object"
+    for key in ("id", "route"):
+        if not isinstance(row.get(key), str) or not row[key]:
+            return f"has no {key} (a non-empty string)"
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "has no messages (a list of {role, content})"
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"has a message without a role: {message!r:.60}"
+        if not isinstance(message.get("content"), str):
+            return f"has a message whose content is no string: {message!r:.60}"
+    if messages[-1]["role"] not in ("user", "tool"):
+        return f"ends with role {messages[-1]['role']!r}; the last message must be the user's"
+    if not messages[-1]["content"].strip():
+        return "ends with an empty message"
+    return None
+
+
+def _render(row: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    options = row.get("chat_template_kwargs") or {}
+    ids = tokenizer.apply_chat_template(
+        row["messages"],
+        tools=row.get("tools"),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )
+    return tuple(int(token) for token in ids)
+
+
+def load_prompts(files: Sequence[str | Path], tokenizer: Any) -> list[Prompt]:
+    """Read JSON-lines files of `{"id", "route", "messages", "tools"?, "chat_template_kwargs"?}`, in order.
+
+    Raises:
+        Refused: no file is named, a file is missing or empty, the tokenizer has no chat template, or a
+            row is malformed, repeats an id, or cannot be rendered; the message names file and row.
+    """
+    if not files:
+        raise Refused("eval.prompts names no file; give it JSON lines of {id, route, messages}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise Refused("the target's tokenizer has no chat template; give target.path one that has")
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    for file in map(Path, files):
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise Refused(f"eval.prompts: no file {file}; the path is relative to {Path.cwd()}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refused(f"eval.prompts: cannot read {file} ({error})") from None
+        before = len(prompts)
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise Refused(f"{where} is not JSON ({error.msg})") from None
+            if (problem := _check_row(row)) is not None:
+                raise Refused(f"{where} {problem}")
+            if row["id"] in seen:
+                raise Refused(f"{where} repeats the id {row['id']!r} of {seen[row['id']]}")
+            seen[row["id"]] = where
+            try:
+                ids = _render(row, tokenizer)
+            except Exception as error:  # templates raise what they like
+                raise Refused(f"{where} cannot be rendered with the target's chat template: {error}") from None
+            prompts.append(Prompt(row["id"], row["route"], ids))
+        if len(prompts) == before:
+            raise Refused(f"eval.prompts: {file} holds no prompt")
+    return prompts
+
+
+def by_route(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Prompts grouped by route, routes and prompts in order of first appearance."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.route, []).append(prompt)
+    return groups

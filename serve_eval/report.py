@@ -1,0 +1,222 @@
+"""What the measurement says, for a terminal and as one HTML file that opens from disk without a network.
+
+Both are made from summary.json alone, so a report can be made again, anywhere, from the numbers. The
+verdict is computed from the same cells that the tables show, and is allowed to be bad news: where there is no
+gain it says so, and a gain is always stated with its concurrency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from models.artefact import write_bytes
+from serve_eval.plots import NAMES, Summary, clients, draw_plots, measured_concurrencies, pooled_cells
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A figure as text; "n/a" when it is not known."""
+    return "n/a" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def verdict(summary: Summary) -> list[str]:
+    """What the figures mean, in sentences: acceptance, gain at the lowest concurrency and by route, where it ends."""
+    told = []
+    reference = summary.get("reference")
+    if reference:
+        routes = {route: figures["al"] for route, figures in reference["routes"].items() if figures["al"] is not None}
+        if routes and reference["al"] is not None:
+            best, worst = max(routes, key=routes.__getitem__), min(routes, key=routes.__getitem__)
+            sentence = f"The head yields {number(reference['al'])} tokens per target forward (k = {summary['k']})"
+            if len(routes) > 1:
+                sentence += f", from {number(routes[worst])} on {worst} to {number(routes[best])} on {best}"
+            told.append(sentence + ".")
+    served = summary.get("served")
+    if not served:
+        return [*told, "No server was measured: what this is worth in tokens per second is not known."]
+    concurrencies = measured_concurrencies(served)
+    lowest = concurrencies[0]
+    by_route = served.get("speedup_by_route", {})
+    here = {route: ratios.get(str(lowest)) for route, ratios in by_route.items()}
+    gains = sorted((route for route, ratio in here.items() if ratio and ratio > 1), key=lambda route: -here[route])
+    losses = [route for route, ratio in here.items() if ratio is not None and ratio <= 1]
+    pooled = served["speedup"].get(str(lowest))
+    engine = "vLLM" if served["engine"] == "vllm" else served["engine"]
+    if pooled is None:
+        told.append(f"The throughput of {engine} at concurrency {lowest} is not known, so neither is the gain.")
+    elif pooled > 1:
+        told.append(
+            f"At concurrency {lowest}, {engine} makes {number(pooled)} times the output tokens per second that it "
+            "makes without the head, over all routes together."
+        )
+    else:
+        told.append(
+            f"At concurrency {lowest} there is no gain over all routes together: {engine} makes {number(pooled)} "
+            "times the output tokens per second that it makes without the head."
+        )
+    if gains and losses:
+        told.append(
+            f"It gains on {_listed([f'{route} ({number(here[route])}x)' for route in gains])}, "
+            f"not on {_listed([f'{route} ({number(here[route])}x)' for route in losses])}."
+        )
+    elif gains and len(here) > 1:
+        told.append(f"Every route gains, most of all {gains[0]} ({number(here[gains[0]])}x).")
+    elif losses and not gains:
+        told.append("No route gains there.")
+    end = served["crossover_concurrency"]
+    known = [ratio for ratio in served["speedup"].values() if ratio is not None]
+    if end is not None and end > lowest:
+        told.append(f"The gain ends at a concurrency of about {clients(end)}; above it, speculation costs throughput.")
+    elif end is None and known:
+        told.append(f"The gain does not end in the measured range (up to concurrency {concurrencies[-1]}).")
+    elif end is not None and any(ratio > 1 for ratio in known):
+        at = [c for c, ratio in served["speedup"].items() if ratio is not None and ratio > 1]
+        told.append(
+            f"A gain was measured only at concurrency {_listed(at)}, above a loss: take it for noise until repeated."
+        )
+    return told
+
+
+def _lossless(summary: Summary) -> list[tuple[str, int, int]]:
+    names = {"reference": "reference decoder, fp32", "vllm_fp32": "vLLM, fp32"}
+    found = summary.get("lossless") or {}
+    return [(names.get(key, key), each["identical"], each["prompts"]) for key, each in found.items() if each]
+
+
+# Terminal -----------------------------------------------------------------------------------------------------
+
+
+def _ratio_text(ratio: float | None) -> Text:
+    style = "dim" if ratio is None else "green" if ratio > 1 else "red"
+    return Text(number(ratio, 2, "x") if ratio is not None else "n/a", style=style)
+
+
+def _reference_table(summary: Summary) -> Table:
+    reference = summary["reference"]
+    title = f"Reference decoder, greedy, k = {summary['k']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("route")
+    table.add_column("AL", justify="right")
+    width = max((len(each["per_position"] or ()) for each in reference["routes"].values()), default=0)
+    for position in range(1, width + 1):
+        table.add_column(f"pos {position}", justify="right")
+    table.add_column("tokens", justify="right")
+    for route, each in reference["routes"].items():
+        shares = [number(share) for share in each["per_position"] or ()]
+        table.add_row(route, number(each["al"]), *shares, *["n/a"] * (width - len(shares)), f"{each['tokens']:,}")
+    table.add_section()
+    shares = [number(share) for share in reference["per_position"] or ()]
+    total = sum(each["tokens"] for each in reference["routes"].values())
+    table.add_row("all", number(reference["al"]), *shares, *["n/a"] * (width - len(shares)), f"{total:,}", style="bold")
+    return table
+
+
+def _served_table(summary: Summary) -> Table:
+    """Fits 80 columns: latencies as p50/p95, in ms."""
+    served = summary["served"]
+    pooled = pooled_cells(served)
+    title = f"{served['engine']} {served['version']}, {served.get('dtype', '')}, k = {served.get('k', summary['k'])}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    names = ("clients", "head", "tokens/s", "speedup", "AL", "TTFT", "ITL", "TPOT", "failed")
+    for name in names:
+        table.add_column(name, justify="left" if name == "head" else "right", no_wrap=True)
+    for concurrency in measured_concurrencies(served):
+        for method in NAMES:
+            cell = pooled.get((method, concurrency))
+            if cell is None:
+                continue
+            plain = method == "none"
+            spreads = [
+                f"{number(cell[key]['p50'], digits)}/{number(cell[key]['p95'], digits)}"
+                for key, digits in (("ttft_ms", 0), ("itl_ms", 0), ("tpot_ms", 1))
+            ]
+            table.add_row(
+                str(concurrency) if plain else "",
+                "no" if plain else "yes",
+                number(cell["output_tokens_per_s"], 1),
+                Text("") if plain else _ratio_text(served["speedup"].get(str(concurrency))),
+                "-" if plain else number(cell["al"]),
+                *spreads,
+                Text(f"{cell['failed']}/{cell['requests']}", style="red" if cell["failed"] else ""),
+            )
+        table.add_section()
+    table.caption = "all routes pooled; TTFT, ITL and TPOT in ms, p50/p95"
+    return table
+
+
+def _route_table(served: Summary) -> Table:
+    concurrencies = measured_concurrencies(served)
+    table = Table(title="Speedup by route", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("route")
+    for concurrency in concurrencies:
+        table.add_column(f"{concurrency} client{'s' if concurrency > 1 else ''}", justify="right")
+    table.add_column(f"AL ({concurrencies[0]})", justify="right")
+    for route, ratios in served.get("speedup_by_route", {}).items():
+        cell = pooled_cells(served, route).get(("eagle3", concurrencies[0]), {})
+        table.add_row(route, *(_ratio_text(ratios.get(str(c))) for c in concurrencies), number(cell.get("al")))
+    return table
+
+
+def render_table(summary: Summary, console: Console | None = None) -> Group:
+    """Print the summary's tables and verdict to the terminal; returns what was printed."""
+    parts: list[Any] = []
+    if summary.get("reference"):
+        parts.append(_reference_table(summary))
+    if summary.get("served"):
+        parts += [_served_table(summary), _route_table(summary["served"])]
+    for name, identical, prompts in _lossless(summary):
+        style = "green" if identical == prompts else "red"
+        parts.append(Text(f"identical to the target alone ({name}): {identical} of {prompts} prompts", style=style))
+    for warning in (summary.get("served") or {}).get("warnings", ()):
+        parts.append(Text(f"warning: {warning}", style="yellow"))
+    parts.append(Panel(" ".join(verdict(summary)), title="verdict", title_align="left"))
+    group = Group(*parts)
+    (console or Console()).print(group)
+    return group
+
+
+# HTML ---------------------------------------------------------------------------------------------------------
+
+
+def _name(value: Any) -> str:
+    """A target or head as a title: the last part of its path."""
+    return Path(str(value)).name or str(value)
+
+
+def write_report(summary: Summary, path: Path) -> None:
+    """Write `summary` (the contents of summary.json) as one self-contained HTML file, atomically."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "clients": clients}
+    served = summary.get("served")
+    html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        summary=summary,
+        reference=summary.get("reference"),
+        served=served,
+        title=_name(summary["target"]),
+        date=summary.get("date") or date.today().isoformat(),
+        verdict=verdict(summary),
+        plots=draw_plots(summary),
+        lossless=_lossless(summary),
+        concurrencies=measured_concurrencies(served) if served else [],
+        pooled=pooled_cells(served) if served else {},
+        names=NAMES,
+        grid={(cell["method"], cell["concurrency"], cell["route"]): cell for cell in served["cells"]} if served else {},
+    )
+    write_bytes(path, html.encode())

@@ -1,0 +1,73 @@
+"""conf/: every file in it composes, and a mistake on the command line costs one line and two seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import conf
+from models.errors import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = sorted((path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml"))
+MINIMAL = ["name=test", "target.path=somewhere"]
+
+
+@pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda value: value)
+def test_every_option_of_every_group_composes(group: str, option: str) -> None:
+    base = [] if group == "experiment" else MINIMAL[:1] if group == "target" else MINIMAL
+    wanted = ["data.conversations=[some.jsonl]"] if group == "data" else []
+    run = conf.load([*base, f"{group}={option}", *wanted])
+    assert run.name
+    assert run.target.path != "???"
+
+
+def test_every_group_on_disk_is_in_the_root_configuration() -> None:
+    root = (ROOT / "conf/run.yaml").read_text()
+    for group in {group for group, _ in GROUPS}:
+        assert f"- {group}: null" in root, f"conf/{group} cannot be chosen: conf/run.yaml does not list it"
+
+
+def test_paths_derive_from_the_name_alone() -> None:
+    first, second = (conf.load([*MINIMAL, "root=somewhere"]) for _ in range(2))
+    assert first.directory == second.directory == Path("somewhere/test")
+
+
+MISTAKES = {
+    "unknown key": (["optim.lrr=1"], "lrr"),
+    "unknown section": (["optimizer.lr=1"], "optimizer"),
+    "wrong type": (["optim.lr=abc"], "lr"),
+    "unknown group option": (["experiment=demoo"], "demoo"),
+    "unknown group": (["experiments=demo"], "experiments"),
+    "value out of range": (["objective.unroll_steps=0"], "objective.unroll_steps=0"),
+    "not one of the choices": (["trainer.precision=fp8"], "trainer.precision=fp8"),
+    "name missing": (["name=???"], "name"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "key"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_b43_a_mistake_is_refused_with_the_key_in_the_message(overrides: list[str], key: str) -> None:
+    with pytest.raises(Refused, match=key):
+        conf.load([*MINIMAL, *overrides])
+
+
+@pytest.mark.parametrize("mistake", ["unknown key", "wrong type", "unknown group option"])
+def test_b43_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(mistake: str, tmp_path: Path) -> None:
+    overrides, key = MISTAKES[mistake]
+    result = subprocess.run(
+        [sys.executable, "-m", "models.packaged", *MINIMAL, f"root={tmp_path}", *overrides],
+        cwd=ROOT,
+        env=os.environ | {"HYDRA_FULL_ERROR": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert key in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    assert not list(tmp_path.iterdir()), "something was written before the configuration was checked"

@@ -1,0 +1,32 @@
+"""A byte-level tokenizer with the special tokens of several model families, so that ids can be read by eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "<end_turn>"]
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Any]:
+    """A function (template, eos="</s>", bos=None, add_bos=False) -> tokenizer, one token per byte of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(template: str | None, *, eos: str = "</s>", bos: str | None = None, add_bos: bool = False) -> Any:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+        backend = Tokenizer(models.BPE(vocabulary, []))
+        backend.add_special_tokens(SPECIAL)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        if add_bos:
+            backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, vocabulary[str(bos)])])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=eos, bos_token=bos, pad_token="</s>", chat_template=template
+        )
+
+    return make

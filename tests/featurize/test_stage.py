@@ -1,0 +1,257 @@
+"""`python -m featurize` as a user runs it: stopped, torn, changed and repeated, the store comes out the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import featurize.extract
+from conf import Run, load
+from featurize.__main__ import work
+from featurize.extract import extract_unit
+from featurize.store import FeatureStore
+from models.errors import Refused
+from models.target import describe_target
+
+ROOT = Path(__file__).parents[2]
+LAYERS = (2, 4, 5)
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path) -> list[str]:
+    return [
+        "name=a",
+        f"root={tmp_path}",
+        f"target.path={tiny_target_dir}",
+        "target.dtype=float32",
+        f"data.conversations=[{tiny_conversations}]",
+        "featurize.shard_tokens=400",
+        "featurize.batch_tokens=300",
+        "featurize.device=cpu",
+    ]
+
+
+@pytest.fixture
+def run(overrides: list[str]) -> Run:
+    return load(overrides)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def command(overrides: list[str], **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "featurize", *overrides],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_the_stage_makes_a_store_that_a_trainer_can_read(run: Run, tiny_conversations: Path) -> None:
+    assert work(run)
+    store = FeatureStore.open(run.directory / "features")
+    target = describe_target(run.target)
+    store.require(target, LAYERS)
+    rows = [json.loads(line) for line in tiny_conversations.read_text().splitlines()]
+    assert [document.id for document in store.documents] == [row["id"] for row in rows]
+    assert [document.route for document in store.documents] == [row["route"] for row in rows]
+    backend = featurize.extract.load_backend(target, run.target, LAYERS, "cpu")
+    for index, document in enumerate(store.documents):
+        features = store.read(index)
+        assert features.tokens.dtype == torch.int32
+        assert features.aux.dtype == features.final.dtype == torch.bfloat16
+        assert features.tokens.shape == (document.length,)
+        assert features.aux.shape == (document.length, 3, 64)
+        assert features.final.shape == (len(features.final_positions), 64)
+        with torch.no_grad():
+            states = backend.model(input_ids=features.tokens.long()[None], output_hidden_states=True).hidden_states
+        wanted = torch.stack([states[layer][0] for layer in LAYERS], dim=1).bfloat16()
+        torch.testing.assert_close(features.aux, wanted, rtol=1e-2, atol=1e-4)
+        final = states[-1][0, features.final_positions].bfloat16()
+        torch.testing.assert_close(features.final, final, rtol=1e-2, atol=1e-3)
+    totals = store.manifest["totals"]
+    assert totals["documents"] == len(store) == 48
+    assert totals["supervised_tokens"] == sum(e - s for d in store.documents for s, e in d.spans)
+    assert store.manifest["canary"]["argmax_agreement"] > 0.98
+
+
+def test_reading_maps_the_shard_and_copies_nothing(run: Run) -> None:
+    work(run)
+    store = FeatureStore.open(run.directory / "features")
+    one, again = store.read(1), store.read(1)
+    assert one.aux.data_ptr() == again.aux.data_ptr()
+    assert one.aux.untyped_storage().data_ptr() == store.read(0).final.untyped_storage().data_ptr()
+
+
+def test_a_second_launch_does_nothing_and_loads_no_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    work(run)
+    monkeypatch.setattr("featurize.__main__.load_backend", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("featurize.__main__.load_or_tokenise", lambda *_: pytest.fail("conversations were rendered"))
+    assert work(run) is False
+
+
+def test_other_inputs_are_refused_by_name_and_equal_contents_elsewhere_are_not(
+    run: Run, overrides: list[str], tiny_conversations: Path, make_target: Any, tmp_path: Path
+) -> None:
+    work(run)
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(tiny_conversations.read_bytes())
+    run.data.conversations = [str(copy)]
+    assert work(run) is False
+    copy.write_bytes(copy.read_bytes() + copy.read_bytes())
+    run.data.max_tokens = 77
+    with pytest.raises(
+        Refused, match=r"data.conversations \(contents\), data.max_tokens \(was 2048, is 77\); use anoth"
+    ):
+        work(run)
+    run.data = load(overrides).data
+    run.target.path = str(make_target(rms_norm_eps=1e-3))
+    with pytest.raises(Refused, match="target configuration"):
+        work(run)
+
+
+def test_a_mistake_before_the_first_shard_can_be_mended_under_the_same_name(
+    run: Run, overrides: list[str], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("no json")
+    for files, message in ([], "data.conversations names no file"), ([str(broken)], "broken.jsonl:1 is not JSON"):
+        run.data.conversations = files
+        with pytest.raises(Refused, match=message):
+            work(run)
+    assert work(load(overrides))
+
+
+def test_b12_only_the_torn_shard_is_computed_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    work(run)
+    directory = run.directory / "features"
+    before = contents(directory)
+    shards = sorted(directory.glob("shards/*.safetensors"))
+    times = {path: path.stat().st_mtime_ns for path in shards}
+    assert len(shards) >= 4
+    computed: list[int] = []
+
+    def counted(backend: Any, tokenised: Any, unit: Any, *rest: Any) -> Any:
+        computed.append(unit.index)
+        return extract_unit(backend, tokenised, unit, *rest)
+
+    monkeypatch.setattr(featurize.extract, "extract_unit", counted)
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    with pytest.raises(
+        Refused, match=r"00001.safetensors is torn \(\d+ of \d+ bytes\); run `python -m featurize` again"
+    ):
+        FeatureStore.open(directory)
+    assert work(run)
+    assert computed == [1]
+    assert contents(directory) == before
+    assert all(path.stat().st_mtime_ns == times[path] for path in shards if path != shards[1])
+
+    # Not only the size counts: a flipped byte is found when the shard is used, and mended when it is removed.
+    flipped = bytearray(shards[2].read_bytes())
+    flipped[-5] ^= 1
+    shards[2].write_bytes(flipped)
+    store = FeatureStore.open(directory)
+    store.read(0)
+    with pytest.raises(Refused, match=r"00002.safetensors is damaged"):
+        store.read(store.manifest["files"][2]["first"])
+    (directory / "manifest.json").unlink()
+    assert work(run)
+    assert computed == [1, 2]
+    assert contents(directory) == before
+
+
+def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(overrides: list[str], tmp_path: Path) -> None:
+    overrides = [*overrides, "featurize.shard_tokens=100"]
+    reference = load([*overrides, "name=whole"])
+    work(reference)
+    directory = tmp_path / "a" / "features"
+    for shards in (1, 5):
+        process = command(overrides)
+        while process.poll() is None and len(list(directory.glob("shards/*.json"))) < shards:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if not (directory / "manifest.json").exists():
+            with pytest.raises(Refused, match="incomplete"):
+                FeatureStore.open(directory)
+    (directory / "shards" / ".00001.safetensors.1234.tmp").write_bytes(b"left by a kill")
+    process = command(overrides)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "tokens/s" in out
+    assert contents(directory) == contents(reference.directory / "features")
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_2(overrides: list[str], tmp_path: Path) -> None:
+    process = command([*overrides, f"data.conversations=[{tmp_path}/absent.jsonl]"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.strip().splitlines()[-1].startswith("featurize: no such file: ")
+    assert "Traceback" not in err
+
+
+def test_b05_a_set_without_any_supervised_row_is_refused_with_counts(run: Run) -> None:
+    run.data.max_tokens = 4
+    with pytest.raises(Refused, match="no document is left.*48 x no supervised row within data.max_tokens=4"):
+        work(run)
+
+
+def test_the_first_documents_alone_can_be_taken(run: Run) -> None:
+    run.data.limit = 5
+    work(run)
+    assert len(FeatureStore.open(run.directory / "features")) == 5
+
+
+def test_b07_features_of_another_target_template_or_layers_do_not_fit(run: Run, make_target: Any) -> None:
+    work(run)
+    store = FeatureStore.open(run.directory / "features")
+    target = describe_target(run.target)
+    with pytest.raises(Refused, match=r"aux_layers is \(2, 4, 5\) in the store and \(1, 4, 5\)"):
+        store.require(target, [1, 4, 5])
+    run.target.dtype = "bfloat16"
+    with pytest.raises(Refused, match="dtype is float32 in the store and bfloat16"):
+        store.require(describe_target(run.target), LAYERS)
+    run.target.dtype, run.target.path = "float32", str(make_target(hidden_size=32))
+    with pytest.raises(Refused, match="hidden_size is 64 in the store and 32"):
+        store.require(describe_target(run.target), LAYERS)
+    template = make_target()
+    config = json.loads((template / "tokenizer_config.json").read_text())
+    jinja = template / "chat_template.jinja"
+    assert jinja.exists() or "chat_template" in config
+    jinja.write_text(jinja.read_text() + " ")
+    run.target.path = str(template)
+    with pytest.raises(Refused, match="tokenizer is .* in the store"):
+        store.require(describe_target(run.target), LAYERS)
+
+
+def test_the_fingerprint_of_a_store_is_that_of_its_contents(run: Run) -> None:
+    work(run)
+    first = FeatureStore.open(run.directory / "features").fingerprint
+    run.name = "b"
+    work(run)
+    assert FeatureStore.open(run.directory / "features").fingerprint == first
+    run.name, run.data.limit = "c", 47
+    work(run)
+    assert FeatureStore.open(run.directory / "features").fingerprint != first
+
+
+def test_missing_and_unfinished_stores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no features in"):
+        FeatureStore.open(tmp_path / "absent")
+    with pytest.raises(Refused, match="incomplete"):
+        FeatureStore.open(tmp_path)

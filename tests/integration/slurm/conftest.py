@@ -1,0 +1,159 @@
+"""A real Slurm on this machine: munge, controller and one node, all ours, all stopped at the end.
+
+Everything (key, sockets, state, logs) is in a temporary folder and every port is free when it starts, so a
+Slurm that the machine may already have is not touched. The daemons stay in the foreground as our children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmUser=root
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.log
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.pid
+ReturnToService=2
+MpiDefault=none
+MailProg=/bin/true
+JobRequeue=1
+SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running Slurm; `environment` makes Slurm's commands talk to it."""
+
+    environment: dict[str, str]
+    directory: Path
+
+    def command(self, *words: str) -> str:
+        result = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f"{words}: {result.stderr}\n{self.logs()}"
+        return result.stdout
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.directory.glob("*.log")
+        )
+
+    def state(self, job: str) -> str:
+        match = re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", job))
+        assert match
+        return match[1]
+
+    def wait(self, job: str, timeout_s: float) -> str:
+        """The state in which a job ends."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.state(job)) not in ENDED:
+            assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s:.0f} s\n{self.logs()}"
+            time.sleep(0.5)
+        return state
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def until(ready: Callable[[], bool], what: str, cluster: Cluster) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < deadline, f"{what} within 60 s\n{cluster.logs()}"
+        time.sleep(0.2)
+
+
+def write_configuration(directory: Path) -> None:
+    host = socket.gethostname().split(".")[0]
+    controller, node = free_ports(2)
+    for name in ("state", "spool"):
+        (directory / name).mkdir()
+    (directory / "munge.key").write_bytes(os.urandom(128))
+    (directory / "munge.key").chmod(0o400)
+    (directory / "slurm.conf").write_text(
+        CONFIGURATION.format(
+            host=host, controller_port=controller, node_port=node, directory=directory, cpus=os.cpu_count()
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm of one node; its jobs are cancelled and its daemons stopped when the tests are over."""
+    assert os.getuid() == 0, "these tests start Slurm daemons, which needs root"
+    for program in ("munged", "slurmctld", "slurmd"):
+        assert shutil.which(program), f"{program} is not installed; make test-slurm installs it"
+    directory = tmp_path_factory.mktemp("slurm")
+    write_configuration(directory)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    cluster = Cluster(inherited | {"SLURM_CONF": str(directory / "slurm.conf")}, directory)
+    with contextlib.ExitStack() as stack:
+
+        def start(*words: str) -> None:
+            log = stack.enter_context((directory / f"{words[0]}.out.log").open("wb"))
+            process = subprocess.Popen(
+                words, env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+            stack.callback(stop, process)
+
+        munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        start("munged", "--foreground", "--force", *(f"--{name}={directory / file}" for name, file in munge.items()))
+        until((directory / "munge.socket").exists, "munged listens", cluster)
+        start("slurmctld", "-D", "-f", str(directory / "slurm.conf"))
+        start("slurmd", "-D", "-f", str(directory / "slurm.conf"))
+        sinfo = ["sinfo", "--noheader", "--format=%T"]
+
+        def idle() -> bool:
+            result = subprocess.run(sinfo, env=cluster.environment, capture_output=True, text=True)
+            return result.stdout.strip() == "idle"
+
+        until(idle, "the node is idle", cluster)
+        stack.callback(cancel_all, cluster)
+        yield cluster
+
+
+def cancel_all(cluster: Cluster) -> None:
+    subprocess.run(["scancel", "--user=root"], env=cluster.environment, timeout=30)
+    deadline = time.monotonic() + 30
+    while cluster.command("squeue", "--noheader").strip() and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,211 @@
+"""A server that plays vLLM's interface: scripted streams, usage, counters and mishaps.
+
+In a test it runs in a thread (`running(Behaviour(...))`); as a script it is the fake engine that servers.py
+starts in place of `python -m vllm...`, told what to do by STUB_BEHAVIOUR (JSON) in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Behaviour:
+    """What the stub does.
+
+    tokens_per_chunk tokens per chunk, chunk_ms apart, `tokens` in all; the answer's ids depend on the prompt
+    alone. `mishap` maps a prompt's first id to "http500", "error event", "hang" or "cut".
+    """
+
+    tokens: int = 12
+    tokens_per_chunk: int = 4
+    chunk_ms: float = 0.0
+    usage: bool = True
+    ids: bool = True
+    empty_first_delta: bool = False
+    empty_delay_ms: float = 0.0
+    mishap: dict[str, str] = field(default_factory=dict)
+    drafts: bool = True
+    accepted_per_draft: int = 2
+    reset_after: int | None = None
+    change_answers: bool = False
+    start_delay_s: float = 0.0
+    fail_start: str | None = None
+    spawn_child: str | None = None
+    ignore_sigterm: bool = False
+
+
+class Stub(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], behaviour: Behaviour) -> None:
+        super().__init__(address, Handler)
+        self.behaviour = behaviour
+        self.lock = threading.Lock()
+        self.bodies: list[dict[str, Any]] = []
+        self.drafted, self.accepted, self.created, self.served = 100, 250, 1.0, 0
+        self.in_flight = self.most_in_flight = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _plain(self, status: int, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        stub = self.server
+        if self.path == "/version":
+            self._plain(200, '{"version": "0.0.stub"}')
+        elif self.path == "/metrics":
+            self._plain(200, metrics(stub) if stub.behaviour.drafts else "# nothing here\n")
+        else:
+            self._plain(200, "")
+
+    def _event(self, value: Any) -> None:
+        data = (f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n").encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def do_POST(self) -> None:
+        stub, behaviour = self.server, self.server.behaviour
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with stub.lock:
+            stub.bodies.append(body)
+            stub.in_flight += 1
+            stub.most_in_flight = max(stub.most_in_flight, stub.in_flight)
+        try:
+            self._answer(body, behaviour, behaviour.mishap.get(str(body["prompt"][0])))
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            with stub.lock:
+                stub.in_flight -= 1
+
+    def _answer(self, body: dict[str, Any], behaviour: Behaviour, mishap: str | None) -> None:
+        if mishap == "http500":
+            self._plain(500, '{"error": {"message": "the engine is out of order"}}')
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        if behaviour.empty_first_delta:
+            self._event(
+                {"choices": [{"text": "", "finish_reason": None} | ({"token_ids": []} if behaviour.ids else {})]}
+            )
+            time.sleep(behaviour.empty_delay_ms / 1e3)
+        count = min(behaviour.tokens, body["max_tokens"])
+        first = sum(body["prompt"]) + (1 if behaviour.change_answers else 0)
+        answer = [1000 + first + index for index in range(count)]
+        for start in range(0, count, behaviour.tokens_per_chunk):
+            if mishap == "hang":
+                time.sleep(60)
+            if mishap == "error event" and start:
+                self._event({"error": {"message": "the engine fell over", "code": 500}})
+                return
+            if mishap == "cut" and start:
+                self.wfile.write(b"0\r\n\r\n")
+                return
+            if start or not behaviour.empty_first_delta:
+                time.sleep(behaviour.chunk_ms / 1e3)
+            ids = answer[start : start + behaviour.tokens_per_chunk]
+            last = start + behaviour.tokens_per_chunk >= count
+            choice: dict[str, Any] = {"text": "".join(f" w{token}" for token in ids)}
+            choice["finish_reason"] = "length" if last else None
+            self._event({"choices": [choice | ({"token_ids": ids} if behaviour.ids else {})]})
+        self._book(behaviour)
+        if behaviour.usage:
+            self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": count}})
+        self._event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _book(self, behaviour: Behaviour) -> None:
+        stub = self.server
+        with stub.lock:
+            stub.served += 1
+            stub.drafted += 10
+            stub.accepted += 10 * behaviour.accepted_per_draft
+            if behaviour.reset_after is not None and stub.served == behaviour.reset_after:
+                stub.drafted = stub.accepted = 0
+
+
+def metrics(stub: Stub) -> str:
+    name, labels = "vllm:spec_decode_num", 'engine="0",model_name="target"'
+    per = stub.behaviour.accepted_per_draft
+    lines = [f"vllm:num_requests_running{{{labels}}} 0.0"]
+    for suffix, value in (
+        ("drafts", stub.drafted),
+        ("draft_tokens", 4 * stub.drafted),
+        ("accepted_tokens", stub.accepted),
+    ):
+        lines += [f"# TYPE {name}_{suffix}_total counter", f"{name}_{suffix}_total{{{labels}}} {float(value)}"]
+        lines += [f"# TYPE {name}_{suffix}_created gauge", f"{name}_{suffix}_created{{{labels}}} {stub.created}"]
+    lines.append(f"# TYPE {name}_accepted_tokens_per_pos_total counter")
+    for position in range(4):
+        value = stub.drafted if position < per else 0
+        lines.append(f'{name}_accepted_tokens_per_pos_total{{{labels},position="{position}"}} {float(value)}')
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def running(behaviour: Behaviour) -> Iterator[tuple[str, Stub]]:
+    """The stub's base URL and itself, served from a thread."""
+    stub = Stub(("127.0.0.1", 0), behaviour)
+    thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{stub.server_address[1]}", stub
+    finally:
+        stub.shutdown()
+        stub.server_close()
+
+
+def main() -> None:
+    """The fake engine: `stub.py -m vllm.entrypoints.openai.api_server ... --port N`."""
+    arguments = sys.argv[1:]
+    behaviour = Behaviour(**json.loads(os.environ.get("STUB_BEHAVIOUR", "{}")))
+    if starts := os.environ.get("STUB_STARTS"):
+        with open(starts, "a") as handle:
+            handle.write(json.dumps({"arguments": arguments, "cwd": os.getcwd(), "pid": os.getpid()}) + "\n")
+    if behaviour.ignore_sigterm:
+        import signal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour.spawn_child is not None:  # an engine worker that does not care about its parent
+        script = "trap '' TERM; while :; do sleep 0.1; done"
+        child = subprocess.Popen(["sh", "-c", script])
+        with open(behaviour.spawn_child, "w") as handle:
+            handle.write(str(child.pid))
+    if behaviour.fail_start is not None:
+        print(behaviour.fail_start, flush=True)
+        sys.exit(1)
+    time.sleep(behaviour.start_delay_s)
+    speculative = "--speculative-config" in arguments
+    behaviour.drafts = behaviour.drafts and speculative
+    behaviour.change_answers = behaviour.change_answers and speculative
+    port = int(arguments[arguments.index("--port") + 1])
+    print("INFO 01-01 00:00:00 [stub.py:1] ready", flush=True)
+    Stub(("127.0.0.1", port), behaviour).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
