@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig
-from models.artefact import read_json, write_json
+from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.errors import Refused
 from serve_eval.config import EngineConfig, EvalConfig
@@ -91,6 +91,17 @@ def load(overrides: list[str]) -> Run:
         raise Refused("configuration: " + " ".join(dict.fromkeys(told))) from None
 
 
+def _save(run: Run, stage: str) -> None:
+    """Keep the resolved configuration with the run; values that look like credentials are left out."""
+    values = OmegaConf.to_container(OmegaConf.structured(run), resolve=True)
+    assert isinstance(values, dict)
+    environment = values["engine"]["environment"]
+    for name in environment:
+        if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
+            environment[name] = "(not saved)"
+    write_bytes(run.directory / "config" / f"{stage}.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+
+
 def _record_seconds(run: Run, stage: str, seconds: float) -> None:
     path = run.directory / "timings.json"
     timings = read_json(path) if path.exists() else {}
@@ -137,9 +148,10 @@ def stage(name: str, work: Callable[[Run], bool]) -> None:
         started = time.monotonic()
         with _only_one(run, name):
             if not work(run):
-                print(f"{name}: nothing to do, {run.directory} is complete")
+                print(f"{name}: nothing to do, it is complete")
                 return
             if int(os.environ.get("RANK", "0")) == 0:
+                _save(run, name)
                 _record_seconds(run, name, time.monotonic() - started)
                 print(f"{name}: done in {time.monotonic() - started:.0f} s")
 

@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from featurize.store import Unit, teacher_positions, write_shard
 from featurize.tokenised import TokenisedSet
 from models.config import TargetConfig
 from models.errors import Refused
+from models.planes import captured, decoder_of
 from models.target import Target
 
 PROGRESS_SECONDS = 20
@@ -46,29 +47,19 @@ class Backend:
 
     Attributes:
         model: the causal language model, in evaluation mode.
+        decoder: the decoder inside it.
         aux_layers: planes to take; plane i = residual stream after i decoder layers.
     """
 
     model: Any
+    decoder: Any
     aux_layers: tuple[int, ...]
     device: torch.device
 
     def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Aux planes (A tensors [B, L, H]) and the final plane [B, L, H] of right-padded ids, on the device."""
-        decoder = self.model.get_decoder()
-        taken: dict[int, torch.Tensor] = {}
-
-        def taker(layer: int) -> Any:
-            def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
-                taken[layer] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
-        with ExitStack() as stack, torch.inference_mode():
-            for layer in self.aux_layers:
-                # Plane i leaves layer i - 1 (counted from 0).
-                stack.callback(decoder.layers[layer - 1].register_forward_hook(taker(layer)).remove)
-            final_BLH = decoder(input_ids=ids_BL.to(self.device), use_cache=False).last_hidden_state
+        with captured(self.decoder, self.aux_layers) as taken, torch.inference_mode():
+            final_BLH = self.decoder(input_ids=ids_BL.to(self.device), use_cache=False).last_hidden_state
         return [taken[layer] for layer in self.aux_layers], final_BLH
 
 
@@ -109,13 +100,7 @@ def load_backend(target: Target, settings: TargetConfig, aux_layers: Sequence[in
     except (OSError, ValueError) as error:
         raise Refused(f"target.path={target.path} cannot be loaded ({str(error).splitlines()[0]})") from None
     model.eval().to(place)
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != target.num_layers:
-        raise Refused(
-            f"{type(model).__name__}: its {target.num_layers} decoder layers are not where transformers puts them"
-        )
-    return Backend(model, tuple(aux_layers), place)
+    return Backend(model, decoder_of(model, target.num_layers), tuple(aux_layers), place)
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

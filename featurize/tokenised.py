@@ -134,19 +134,13 @@ def load_renderer(target: Target, settings: TargetConfig) -> Renderer:
     Raises:
         Refused: there is no tokenizer, or no usable chat template.
     """
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise Refused(f"target.path={target.path} holds no usable tokenizer ({str(error).splitlines()[0]})") from None
-    own = [target.config.eos_token_id]
-    if (Path(target.path) / "generation_config.json").is_file():
-        own.append(GenerationConfig.from_pretrained(target.path).eos_token_id)
-    eos_ids: set[int] = set()
-    for value in own:
-        eos_ids.update(value if isinstance(value, list) else [value] if value is not None else [])
-    return Renderer(tokenizer, eos_ids)
+    return Renderer(tokenizer, target.eos_ids)
 
 
 def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:

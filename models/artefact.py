@@ -24,6 +24,12 @@ from safetensors.torch import save_file
 from models.errors import Refused
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -42,6 +48,8 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
+        # safetensors writes files that only their owner may read; a run is shared like any other file.
+        temporary.chmod(0o666 & ~_umask())
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)

@@ -9,14 +9,20 @@ for byte.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from models.artefact import file_sha256, fingerprint, read_json, replacing_directory, tensor_sha256
-from models.artefact import write_json, write_tensors
+from models.artefact import (
+    file_sha256,
+    fingerprint,
+    read_json,
+    replacing_directory,
+    tensor_sha256,
+    write_json,
+    write_tensors,
+)
 from models.checkpoint import describe, load_head
 from models.config import ExportConfig
 from models.eagle3 import Eagle3Head
@@ -90,9 +96,13 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
         unequal = [name for name in tensors if not torch.equal(tensors[name], written[name])]
         if unequal:
             raise Refused(f"the written file differs from the head in {unequal}; is the disk sound?")
-        origin = {name: checkpoint.name if tensor.is_floating_point() else "draft vocabulary" for name, tensor in tensors.items()}  # fmt: skip
-        provenance: dict[str, Any] = {
-            name: {"dtype": str(tensor.dtype), "sha256": tensor_sha256(tensor), "origin": origin[name]}
+        origin = {True: checkpoint.name, False: "draft vocabulary"}
+        provenance = {
+            name: {
+                "dtype": str(tensor.dtype),
+                "sha256": tensor_sha256(tensor),
+                "origin": origin[tensor.is_floating_point()],
+            }
             for name, tensor in sorted(tensors.items())
         }
         write_json(temporary / "export.json", {"identity": identity, "target": describe(target), "tensors": provenance})

@@ -7,6 +7,7 @@ that hold them: one file or an index, tied or untied, plain or nested in a visio
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,16 @@ class Target:
     def vocab_size(self) -> int:
         """Rows of the embedding (the padded vocabulary of config.json), V."""
         return self.config.vocab_size
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end what the target says: those of config.json and of generation_config.json."""
+        path = Path(self.path) / "generation_config.json"
+        values = [self.config.eos_token_id, read_json(path).get("eos_token_id") if path.exists() else None]
+        found: set[int] = set()
+        for value in values:
+            found.update(value if isinstance(value, list) else [value] if value is not None else [])
+        return frozenset(found)
 
     @cached_property
     def config_hash(self) -> str:
@@ -107,7 +118,7 @@ class Target:
             return self.read(names[0])
         if self.tied:
             return self.load_embedding()
-        raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; the checkpoint is incomplete")
+        raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
     def load_final_norm(self) -> torch.Tensor:
         """Weight of the norm before the output head, [H]."""
@@ -118,10 +129,18 @@ class Target:
 
     @cached_property
     def weights_hash(self) -> str:
-        """Fingerprint of a sample of the weights (final norm, first embedding rows): tells fine-tunes apart."""
-        norm = self.load_final_norm().float().flatten().tolist()
-        rows = self.load_embedding()[:16].float().flatten().tolist()
-        return fingerprint([norm, rows])
+        """Fingerprint of the first row of every tensor: tells fine-tunes apart, merged adapters among them."""
+        by_file: dict[Path, list[str]] = {}
+        for name, path in self._files.items():
+            by_file.setdefault(path, []).append(name)
+        digest = hashlib.sha256()
+        for path, names in sorted(by_file.items()):
+            with self._open(path) as handle:
+                for name in sorted(names):
+                    part = handle.get_slice(name)
+                    row = part[:1] if part.get_shape() else handle.get_tensor(name)
+                    digest.update(name.encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 def describe_target(settings: TargetConfig) -> Target:

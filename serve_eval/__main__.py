@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import date
 from typing import Any
 
 from conf import Run, stage
@@ -10,8 +11,7 @@ from conf import Run, stage
 
 def main(run: Run) -> bool:
     """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal."""
-    from transformers import AutoTokenizer
-
+    from featurize.tokenised import load_renderer
     from models.artefact import file_sha256, fingerprint, read_json, write_json
     from models.checkpoint import describe
     from models.errors import Refused
@@ -28,12 +28,13 @@ def main(run: Run) -> bool:
     head, made_for = load_export(export)
     if made_for != describe(target):
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
-    prompts = load_prompts(run.eval.prompts, AutoTokenizer.from_pretrained(target.path))
+    prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
     asked = [asdict(run.eval), {key: value for key, value in asdict(run.engine).items() if key != "python"}]
     key = fingerprint([describe(target), weights, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
     path = directory / "summary.json"
     if path.exists() and (found := read_json(path))["key"] == key:
+        write_report(found, directory / "report.html")
         render_table(found)
         return False
 
@@ -42,6 +43,7 @@ def main(run: Run) -> bool:
     k = run.eval.served_k or measured["best_k"]
     summary: dict[str, Any] = {
         "key": key,
+        "date": date.today().isoformat(),
         "target": run.target.path,
         "head": str(export),
         "machine": describe_machine(),

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from models.eagle3 import Eagle3Head
-from models.planes import captured
+from models.planes import captured, decoder_of
 from serve_eval.prompts import Prompt
 
 
@@ -87,7 +87,8 @@ class TargetRunner:
 
     def __init__(self, model: Any, aux_layers: Sequence[int]) -> None:
         self.model, self.aux_layers, self.cache = model, tuple(aux_layers), RaggedCache()
-        self.decoder, self.lm_head = model.get_decoder(), model.get_output_embeddings()
+        self.decoder = decoder_of(model, model.config.get_text_config().num_hidden_layers)
+        self.lm_head = model.get_output_embeddings()
 
     def forward(
         self, ids_BQ: torch.Tensor, positions_BQ: torch.Tensor, only_B: torch.Tensor | None = None

@@ -1,9 +1,9 @@
 """Evaluation prompts: conversations that end with a user's turn, as the token ids that a server is given.
 
-Acceptance is a property of the traffic, so a prompt carries its route, and it is rendered with the
-target's own chat template and generation prompt. Rendering happens here, once: the reference decoder and
-every server get the same ids, and no second template (a server's, with other defaults) can slip in
-between. Given up: a server's own chat route is not exercised.
+Acceptance is a property of the traffic, so a prompt carries its route. It is rendered by the renderer that
+made the training documents, with the target's own chat template and generation prompt, here and once: the
+reference decoder and every server get the same ids, and no second template (a server's, with other
+defaults) can slip in between. Given up: a server's own chat route is not exercised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from featurize.conversations import Unusable
+from featurize.spans import Renderer
 from models.errors import Refused
 
 
@@ -54,30 +56,22 @@ def _check_row(row: Any) -> str | None:
     return None
 
 
-def _render(row: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    options = row.get("chat_template_kwargs") or {}
-    ids = tokenizer.apply_chat_template(
-        row["messages"],
-        tools=row.get("tools"),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        **options,
+def _render(row: dict[str, Any], renderer: Renderer) -> tuple[int, ...]:
+    text = renderer.text(
+        row["messages"], generation=True, tools=row.get("tools"), arguments=row.get("chat_template_kwargs")
     )
-    return tuple(int(token) for token in ids)
+    return tuple(renderer.ids(text))
 
 
-def load_prompts(files: Sequence[str | Path], tokenizer: Any) -> list[Prompt]:
+def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt]:
     """Read JSON-lines files of `{"id", "route", "messages", "tools"?, "chat_template_kwargs"?}`, in order.
 
     Raises:
-        Refused: no file is named, a file is missing or empty, the tokenizer has no chat template, or a
-            row is malformed, repeats an id, or cannot be rendered; the message names file and row.
+        Refused: no file is named, a file is missing or empty, or a row is malformed, repeats an id, or
+            cannot be rendered; the message names file and row.
     """
     if not files:
         raise Refused("eval.prompts names no file; give it JSON lines of {id, route, messages}")
-    if not getattr(tokenizer, "chat_template", None):
-        raise Refused("the target's tokenizer has no chat template; give target.path one that has")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for file in map(Path, files):
@@ -102,9 +96,9 @@ def load_prompts(files: Sequence[str | Path], tokenizer: Any) -> list[Prompt]:
                 raise Refused(f"{where} repeats the id {row['id']!r} of {seen[row['id']]}")
             seen[row["id"]] = where
             try:
-                ids = _render(row, tokenizer)
-            except Exception as error:  # templates raise what they like
-                raise Refused(f"{where} cannot be rendered with the target's chat template: {error}") from None
+                ids = _render(row, renderer)
+            except Unusable as error:
+                raise Refused(f"{where} cannot be rendered: {error}") from None
             prompts.append(Prompt(row["id"], row["route"], ids))
         if len(prompts) == before:
             raise Refused(f"eval.prompts: {file} holds no prompt")

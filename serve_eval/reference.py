@@ -49,20 +49,6 @@ def best_k(per_position: Sequence[float], verify_ms: Sequence[float], draft_ms: 
     return 1 + rates.index(max(rates))
 
 
-def stop_ids(target: Target) -> set[int]:
-    """Ids that end an answer: those of generation_config.json, else of config.json.
-
-    Raises:
-        Refused: the target names none, so no answer would ever end.
-    """
-    path = Path(target.path) / "generation_config.json"
-    named = read_json(path).get("eos_token_id") if path.exists() else None
-    named = target.config.eos_token_id if named is None else named
-    if named is None:
-        raise Refused(f"{target.path} names no eos_token_id in generation_config.json or config.json")
-    return set(named) if isinstance(named, list) else {named}
-
-
 @dataclass(frozen=True)
 class Reference:
     """The reference decoder over one target and one head, both in fp32."""
@@ -100,15 +86,21 @@ class Reference:
 
 
 def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig) -> Reference:
-    """Load the target in fp32 beside the head."""
+    """Load the target in fp32 beside the head.
+
+    Raises:
+        Refused: the target names no eos_token_id, so no answer would ever end.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    if not target.eos_ids:
+        raise Refused(f"{target.path} names no eos_token_id in config.json or generation_config.json")
     transformers_logging.disable_progress_bar()
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if settings.device == "auto" else settings.device)
     model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32, attn_implementation="sdpa")
-    return Reference(model.eval().to(device), head.float().eval().to(device), stop_ids(target), settings)
+    return Reference(model.eval().to(device), head.float().eval().to(device), set(target.eos_ids), settings)
 
 
 class Measurement:

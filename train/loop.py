@@ -13,13 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 
 from featurize.store import FeatureStore
 from models.artefact import fingerprint, read_json, write_json
@@ -30,12 +29,16 @@ from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
 from train import resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
-from train.measure import Journal, draw_curves
-from train.objective import Objective, judge, simulated_al
-from train.packs import held_out, plan_epoch, plan_packs, read_ahead, row_count
+from train.measure import Journal, Progress, draw_curves
+from train.objective import Objective, Outcome, judge
+from train.packs import Pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
 from train.signals import PREEMPTED, StopRequest
+from train.validate import validate
 
 log = logging.getLogger(__name__)
+
+StepPacks = list[list[int]]
+"""Packs of one optimizer step, over all processes: lists of document indices."""
 
 
 def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
@@ -57,6 +60,25 @@ def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: in
     return counts
 
 
+@dataclass
+class Window:
+    """Work since the last line of the journal."""
+
+    started: float = field(default_factory=time.monotonic)
+    tokens: int = 0
+    rows: float = 0
+    waited: float = 0
+
+    def rates(self) -> dict[str, float]:
+        """Tokens and supervised rows per second over all processes, and the share of time spent on data."""
+        seconds = time.monotonic() - self.started
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "rows_per_s": self.rows / seconds,
+            "data_wait": self.waited / seconds,
+        }
+
+
 class Trainer:
     """One run of training over a feature store."""
 
@@ -73,48 +95,49 @@ class Trainer:
         directory: Path,
         name: str,
     ) -> None:
-        self.store, self.target, self.optim, self.settings = store, target, optim, trainer
-        self.directory, self.name, self.unroll_steps = directory, name, objective.unroll_steps
-        self.accelerator = Accelerator(
-            cpu=trainer.device == "cpu", dataloader_config=DataLoaderConfiguration(even_batches=False)
-        )
+        self.store, self.optim, self.settings, self.directory, self.name = store, optim, trainer, directory, name
+        self.tied_to = describe(target)
+        self.accelerator = Accelerator(cpu=trainer.device == "cpu")
         everything = range(len(store.documents))
         self.validation = [i for i in everything if held_out(store.documents[i].id, validation_share)]
         self.training = sorted(set(everything) - set(self.validation))
         if not self.training:
             raise Refused(f"all {len(store.documents)} documents are held out; lower data.validation_share")
-        self.epochs = [self._plan(epoch) for epoch in range(trainer.epochs)]
-        self.total = sum(len(epoch) for epoch in self.epochs)
-        ids = None
-        if config.draft_vocab_size < config.vocab_size:
-            counts = count_supervised(store, self.training, config.vocab_size)
-            ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
-            self.coverage = counts[ids].sum().item() / max(1, counts.sum().item())
-        else:
-            self.coverage = 1.0
+        self.plan = [packs for epoch in range(trainer.epochs) for packs in self._epoch(epoch)]
+
+        counts = count_supervised(store, self.training, config.vocab_size)
+        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
+        self.coverage = 1.0 if ids is None else counts[ids].sum().item() / max(1, counts.sum().item())
         torch.manual_seed(trainer.seed)
         self.head = Eagle3Head(config, ids)
         initialise(self.head, target)
-        wrapped = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
-        self.objective = wrapped
-        parameters = list(self.head.parameters())
+        self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+            self.head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
-        decisive = [asdict(objective), asdict(optim), config.to_dict(), describe(target), store.fingerprint]
-        decisive += [trainer.epochs, trainer.pack_tokens, trainer.packs_per_step, trainer.precision, trainer.seed]
-        self.identity = fingerprint([*decisive, validation_share])
-        self.model: Any = wrapped
+        self.model: Any = self.objective
         if self.accelerator.num_processes > 1:
             device_ids = [self.accelerator.local_process_index] if self.accelerator.device.type == "cuda" else None
-            self.model = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids, broadcast_buffers=False)
+            self.model = torch.nn.parallel.DistributedDataParallel(self.objective, device_ids, broadcast_buffers=False)
+        self.identity = fingerprint(
+            {
+                "objective": asdict(objective),
+                "optim": asdict(optim),
+                "head": config.to_dict(),
+                "target": self.tied_to,
+                "features": store.fingerprint,
+                "validation_share": validation_share,
+                "trainer": [getattr(trainer, key) for key in ("epochs", "pack_tokens", "packs_per_step", "seed")],
+                "precision": trainer.precision,
+            }
+        )
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.directory / "checkpoints"
 
-    def _plan(self, epoch: int) -> list[list[list[int]]]:
+    def _epoch(self, epoch: int) -> list[StepPacks]:
         return plan_epoch(
             self.store.documents,
             self.training,
@@ -123,17 +146,6 @@ class Trainer:
             seed=self.settings.seed,
             epoch=epoch,
         )
-
-    def _mine(self, packs: list[list[int]]) -> list[list[int] | None]:
-        """This process's packs of one optimizer step, padded so that every process runs as many."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        mine: list[list[int] | None] = list(packs[rank::world])
-        return mine + [None] * (math.ceil(len(packs) / world) - len(mine))
-
-    def _counts(self, packs: list[list[int]]) -> list[float]:
-        documents = self.store.documents
-        spans = [span for pack in packs for index in pack for span in documents[index].spans]
-        return [max(1, row_count(spans, k)) for k in range(self.unroll_steps)]
 
     def finished(self) -> bool:
         """Whether this run has been trained to its end already.
@@ -145,62 +157,64 @@ class Trainer:
         if not manifest.exists():
             return False
         if read_json(manifest)["identity"] != self.identity:
-            raise Refused(f"{self.directory} was trained with other settings or data; choose another name=..., or delete it")
+            raise Refused(f"{self.directory} was trained with other settings or data; delete it or choose another name")
         return True
 
     def run(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one."""
+        """Train to the end, from the newest checkpoint if there is one.
+
+        Raises:
+            Refused: checkpoints of other settings, none that is complete, or gradients that are not finite.
+            SystemExit: with PREEMPTED after a signal, when everything is saved.
+        """
         stop = StopRequest()
-        progress = resume.Progress(identity=self.identity)
-        if self.settings.resume == "auto":
-            progress = resume.restore(self.checkpoints, self.head, self.optimizer, self.identity) or progress
-        elif resume.checkpoints(self.checkpoints):
-            raise Refused(f"{self.checkpoints} has checkpoints; set trainer.resume=auto to go on, or another name=...")
+        progress = self._start()
+        total = len(self.plan)
         journal = None
         if self.accelerator.is_main_process:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            journal_path = self.directory / "metrics.jsonl"
-            journal = Journal(
-                journal_path, self.settings, run=self.name, run_id=progress.run_id, step=progress.step
-            )
-            progress.run_id = journal.run_id
+            journal = Journal(self.directory / "metrics.jsonl", self.settings, self.name, progress)
             log.info(
-                "training %s documents (%s held out), %s steps, draft vocabulary covers %.2f %% of supervised tokens%s",
-                len(self.training), len(self.validation), self.total, 100 * self.coverage,
+                "training on %d documents (%d held out) in %d steps; draft vocabulary covers %.2f %% of their tokens%s",
+                len(self.training), len(self.validation), total, 100 * self.coverage,
                 f"; going on after step {progress.step}" if progress.step else "",
             )  # fmt: skip
-        for step, packs, outcome in self._steps(progress.step):
-            progress.step = step + 1
-            last = progress.step == self.total
-            if journal is not None and outcome is not None:
-                journal.write(outcome)
-            leave = self._agree(stop.asked)
-            if last or leave or progress.step % self.settings.validate_every == 0:
-                if not leave or last:
+        with Progress(total, progress.step, shown=self.accelerator.is_main_process) as bar:
+            for line in self._steps(progress.step):
+                progress.step += 1
+                last, leave = progress.step == total, self._agree(stop.asked)
+                bar.advance(progress.step, line)
+                if journal is not None and line is not None:
+                    journal.write(line)
+                if last or (not leave and progress.step % self.settings.validate_every == 0):
                     self._validate(progress, journal)
-            if last or leave or progress.step % self.settings.checkpoint_every == 0:
-                if journal is not None:
-                    resume.save(self.checkpoints, self.head, self.optimizer, progress, describe(self.target))
-                    resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress.best_step)
-                self.accelerator.wait_for_everyone()
-            if leave and not last:
-                if journal is not None:
-                    journal.close()
-                    log.info("asked to stop: saved step %d; run again to go on", progress.step)
-                sys.exit(PREEMPTED)
+                elif leave or progress.step % self.settings.checkpoint_every == 0:
+                    self._save(progress)
+                if leave and not last:
+                    if journal is not None:
+                        journal.close()
+                    log.info("asked to stop: step %d is saved; run again to go on", progress.step)
+                    sys.exit(PREEMPTED)
         if journal is not None:
             journal.close()
             draw_curves(journal.path, self.directory / "curves.png")
-            summary = {"steps": self.total, "best_al": progress.best_al, "best_step": progress.best_step}
-            documents = {"training": len(self.training), "validation": len(self.validation)}
-            last = resume.name_of(self.total)
-            best = resume.name_of(progress.best_step) if progress.best_step else last
-            write_json(
-                self.directory / "manifest.json",
-                summary | {"identity": self.identity, "coverage": self.coverage, "documents": documents}
-                | {"checkpoints": {"best": f"checkpoints/{best}", "last": f"checkpoints/{last}"}},
-            )
+            last_name, best_name = resume.name_of(total), resume.name_of(progress.best_step or total)
+            summary = {
+                "identity": self.identity,
+                "steps": total,
+                "best_al": progress.best_al,
+                "best_step": progress.best_step,
+                "coverage": self.coverage,
+                "documents": {"training": len(self.training), "validation": len(self.validation)},
+                "checkpoints": {"best": f"checkpoints/{best_name}", "last": f"checkpoints/{last_name}"},
+            }
+            write_json(self.directory / "manifest.json", summary)
         self.accelerator.wait_for_everyone()
+
+    def _start(self) -> resume.Progress:
+        if self.settings.resume == "never" and resume.checkpoints(self.checkpoints):
+            raise Refused(f"{self.checkpoints} has checkpoints; set trainer.resume=auto to go on, or another name=...")
+        found = resume.restore(self.checkpoints, self.head, self.optimizer, self.identity)
+        return found or resume.Progress(identity=self.identity)
 
     def _agree(self, asked: bool) -> bool:
         """Whether any process was asked to stop."""
@@ -209,109 +223,101 @@ class Trainer:
         flag = torch.tensor(float(asked), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum").item())
 
-    def _steps(self, done: int) -> Iterator[tuple[int, list[list[int]], dict[str, Any] | None]]:
-        """Optimizer steps from `done` on, each with its packs and, when it is due, a line for the journal."""
-        flat = [packs for epoch in self.epochs for packs in epoch][done:]
-        stream = read_ahead(self.store, [pack for packs in flat for pack in self._mine(packs)])
-        world = self.accelerator.num_processes
-        window = {"started": time.monotonic(), "tokens": 0.0, "rows": 0.0, "wait": 0.0}
-        for step, packs in enumerate(flat, start=done):
-            counts = self._counts(packs)
-            sums = torch.zeros(self.unroll_steps)
-            due = (step + 1) % self.settings.log_every == 0 or step + 1 == self.total
-            accuracy: list[float] = []
-            mine = self._mine(packs)
-            for index in range(len(mine)):
-                waited = time.monotonic()
+    def _mine(self, packs: StepPacks) -> list[list[int] | None]:
+        """This process's packs of one optimizer step, padded so that every process runs as many."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        mine: list[list[int] | None] = list(packs[rank::world])
+        return mine + [None] * (math.ceil(len(packs) / world) - len(mine))
+
+    def _counts(self, packs: StepPacks) -> list[float]:
+        """Supervised rows per unroll step over all processes, at least 1: an empty step must not divide by 0."""
+        spans = [span for pack in packs for index in pack for span in self.store.documents[index].spans]
+        return [max(1, row_count(spans, k)) for k in range(self.objective.settings.unroll_steps)]
+
+    def _steps(self, done: int) -> Iterator[dict[str, Any] | None]:
+        """Run the optimizer steps from `done` on; yields a line for the journal when one is due, else None."""
+        stream = read_ahead(self.store, [pack for packs in self.plan[done:] for pack in self._mine(packs)])
+        window = Window()
+        for step, packs in enumerate(self.plan[done:], start=done):
+            counts, mine = self._counts(packs), len(self._mine(packs))
+            sums_K = torch.zeros(self.objective.settings.unroll_steps)
+            for index in range(mine):
+                started = time.monotonic()
                 pack = next(stream)
-                window["wait"] += time.monotonic() - waited
+                window.waited += time.monotonic() - started
                 pack = pack.to(self.accelerator.device) if pack is not None else None
-                final = index + 1 == len(mine)
-                with contextlib.nullcontext() if final or world == 1 else self.model.no_sync():
-                    place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
-                    outcome = self.model(pack, counts, self.settings.seed * 7_919 + place)
-                    # DDP averages over processes; the loss is already a share of the global sum.
-                    (outcome.loss * world).backward()
-                sums += outcome.sums_K.detach().cpu()
-                if due and final and outcome.steps and pack is not None:
-                    hits, _ = judge(self.objective, pack, outcome.steps)
-                    accuracy = hits.nanmean(0).tolist()
-                    accuracy += [math.nan] * (self.unroll_steps - len(accuracy))
-            lr = learning_rate(self.optim, step, self.total)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            limit = self.optim.max_grad_norm or math.inf
-            norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), limit).item()
-            if not math.isfinite(norm):
-                raise Refused(f"gradients of step {step + 1} are not finite; lower optim.lr or check the features")
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            window["tokens"] += sum(self.store.documents[i].length for pack in packs for i in pack)
-            window["rows"] += counts[0]
+                outcome = self._backward(step, index, pack, counts, synchronise=index + 1 == mine)
+                sums_K += outcome.sums_K.detach().cpu()
+            due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
+            accuracy = self._accuracy(pack, outcome) if due else []  # before the weights change
+            lr, norm = self._update(step)
+            window.tokens += sum(self.store.documents[index].length for pack in packs for index in pack)
+            window.rows += counts[0]
             line = None
             if due:
-                share = self.objective.settings.row_share
-                if world > 1:
-                    sums = self.accelerator.reduce(sums.to(self.accelerator.device), "sum").cpu()
-                per_step = [total / share**k / counts[k] for k, total in enumerate(sums.tolist())]
-                seconds = time.monotonic() - window["started"]
-                line = {
-                    "step": step + 1,
-                    "loss": sum(value * self.objective.settings.decay**k for k, value in enumerate(per_step)),
-                    "loss_per_step": per_step,
-                    "accuracy": accuracy or [math.nan] * self.unroll_steps,
-                    "lr": lr,
-                    "grad_norm": norm,
-                    "tokens_per_s": window["tokens"] / seconds,
-                    "rows_per_s": window["rows"] / seconds,
-                    "data_wait": window["wait"] / seconds,
-                }
-                window = {"started": time.monotonic(), "tokens": 0.0, "rows": 0.0, "wait": 0.0}
-                if self.accelerator.is_main_process:
-                    log.info(
-                        "step %d/%d  loss %.3f  acc %s  %.0f tokens/s",
-                        step + 1, self.total, line["loss"], " ".join(f"{a:.2f}" for a in line["accuracy"]),
-                        line["tokens_per_s"],
-                    )  # fmt: skip
-            yield step, packs, line
+                line = {"step": step + 1, **self._losses(sums_K, counts), "accuracy": accuracy}
+                line |= {"lr": lr, "grad_norm": norm, **window.rates()}
+                window = Window()
+            yield line
 
-    @torch.no_grad()
+    def _backward(
+        self, step: int, index: int, pack: Pack | None, counts: Sequence[float], *, synchronise: bool
+    ) -> Outcome:
+        world = self.accelerator.num_processes
+        with contextlib.nullcontext() if synchronise or world == 1 else self.model.no_sync():
+            place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
+            outcome = self.model(pack, counts, self.settings.seed * 7_919 + place)
+            # DDP averages over processes; the loss is already a share of the global sum.
+            (outcome.loss * world).backward()
+        return outcome
+
+    def _update(self, step: int) -> tuple[float, float]:
+        """Clip, set the learning rate, step; returns rate and gradient norm."""
+        lr = learning_rate(self.optim, step, len(self.plan))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.optim.max_grad_norm or math.inf).item()
+        if not math.isfinite(norm):
+            raise Refused(f"gradients of step {step + 1} are not finite; lower optim.lr or check the features")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return lr, norm
+
+    def _losses(self, sums_K: torch.Tensor, counts: Sequence[float]) -> dict[str, Any]:
+        """Loss of an optimizer step, whole and per unroll step, over all processes."""
+        if self.accelerator.num_processes > 1:
+            sums_K = self.accelerator.reduce(sums_K.to(self.accelerator.device), "sum").cpu()
+        settings = self.objective.settings
+        per_step = [total / settings.row_share**k / counts[k] for k, total in enumerate(sums_K.tolist())]
+        return {"loss": sum(loss * settings.decay**k for k, loss in enumerate(per_step)), "loss_per_step": per_step}
+
+    def _accuracy(self, pack: Pack | None, outcome: Outcome) -> list[float | None]:
+        """Greedy hits per unroll step on this process's last pack; None where it supervises no row."""
+        unknown: list[float | None] = [None] * self.objective.settings.unroll_steps
+        if pack is None or not outcome.steps:
+            return unknown
+        hits_RK, _ = judge(self.objective, pack, outcome.steps)
+        known = [None if math.isnan(share) else share for share in hits_RK.nanmean(0).tolist()]
+        return known + unknown[len(known) :]
+
     def _validate(self, progress: resume.Progress, journal: Journal | None) -> None:
-        """Simulated AL on the held-out documents, shared among the processes."""
-        if not self.validation:
-            return
-        packs = plan_packs(self.store.documents, self.validation, self.settings.pack_tokens)
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # Per step: sums of hits and of supervised rows; then sums of the two run lengths, and rows.
-        totals = torch.zeros(2 * self.unroll_steps + 3, dtype=torch.float64)
-        self.objective.eval()
-        for pack in read_ahead(self.store, packs[rank::world]):
-            assert pack is not None
-            pack = pack.to(self.accelerator.device)
-            steps = [step for step in self.objective.unroll(pack, None) if step.rows_R.numel()]
-            if not steps:
-                continue
-            hits, accept = judge(self.objective, pack, steps)
-            rows = hits.shape[0]
-            k = len(steps)
-            totals[:k] += hits.nansum(0)
-            totals[self.unroll_steps : self.unroll_steps + k] += (~hits.isnan()).sum(0)
-            runs = [(simulated_al(values) - 1) * rows for values in (hits, accept)]
-            totals[-3:] += torch.tensor([*runs, rows], dtype=torch.float64)
-        self.objective.train()
-        if world > 1:
-            totals = self.accelerator.reduce(totals.to(self.accelerator.device), "sum").cpu()
-        accuracy = (totals[: self.unroll_steps] / totals[self.unroll_steps : -3]).tolist()
-        greedy, sampled = (1 + totals[-3:-1] / totals[-1].clamp(min=1)).tolist()
-        if progress.best_al is None or greedy > progress.best_al:
-            progress.best_al, progress.best_step = greedy, progress.step
-            # The best checkpoint must exist even when no periodic one falls on this step.
-            if journal is not None and progress.step % self.settings.checkpoint_every and progress.step != self.total:
-                resume.save(self.checkpoints, self.head, self.optimizer, progress, describe(self.target))
-        if journal is not None:
-            line = {"step": progress.step, "val_al": greedy, "val_al_sampled": sampled, "val_accuracy": accuracy}
-            journal.write(line)
-            log.info(
-                "validation at step %d: simulated AL %.3f greedy, %.3f sampled; accuracy %s",
-                progress.step, greedy, sampled, " ".join(f"{a:.3f}" for a in accuracy),
-            )  # fmt: skip
+        """Validate, and save: the best checkpoint so far must exist."""
+        if self.validation:
+            packs = plan_packs(self.store.documents, self.validation, self.settings.pack_tokens)
+            verdict = validate(self.objective, self.store, packs, self.accelerator)
+            if progress.best_al is None or verdict.greedy > progress.best_al:
+                progress.best_al, progress.best_step = verdict.greedy, progress.step
+            if journal is not None:
+                line = {"step": progress.step, "val_al": verdict.greedy, "val_al_sampled": verdict.sampled}
+                journal.write(line | {"val_accuracy": verdict.accuracy})
+                log.info(
+                    "validation at step %d: simulated AL %.3f greedy, %.3f sampled; accuracy %s",
+                    progress.step, verdict.greedy, verdict.sampled, " ".join(f"{a:.3f}" for a in verdict.accuracy),
+                )  # fmt: skip
+        self._save(progress)
+
+    def _save(self, progress: resume.Progress) -> None:
+        if self.accelerator.is_main_process:
+            resume.save(self.checkpoints, self.head, self.optimizer, progress, self.tied_to)
+            resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress.best_step)
+        self.accelerator.wait_for_everyone()

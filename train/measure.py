@@ -5,28 +5,69 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TaskID, TextColumn
+
 from models.artefact import replacing, write_bytes
 from train.config import TrainerConfig
+from train.resume import Progress as ProgressState
 
 log = logging.getLogger(__name__)
+
+LINE_SECONDS = 15
+"""Between two progress lines where there is no terminal."""
+
+
+class Progress:
+    """A bar on a terminal; one plain line per interval where there is none."""
+
+    def __init__(self, total: int, done: int, *, shown: bool) -> None:
+        self.total, self.told, self.bar, self.shown = total, time.monotonic(), None, shown
+        if shown and sys.stderr.isatty():
+            self.bar = Bar(*Bar.get_default_columns(), TextColumn("{task.fields[said]}"), console=Console(stderr=True))
+            self.bar.add_task("steps", total=total, completed=done, said="")
+
+    def __enter__(self) -> Progress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, step: int, line: dict[str, Any] | None) -> None:
+        """Note that a step is done, and what the journal's line for it says, if there is one."""
+        said: dict[str, Any] = {}
+        if line is not None:
+            accuracy = " ".join("-" if share is None else f"{share:.2f}" for share in line["accuracy"])
+            said["said"] = f"loss {line['loss']:.3f}  accuracy {accuracy}  {line['tokens_per_s']:.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(TaskID(0), completed=step, **said)
+        elif self.shown and said and (time.monotonic() - self.told >= LINE_SECONDS or step == self.total):
+            self.told = time.monotonic()
+            log.info("step %d of %d  %s", step, self.total, said["said"])
 
 
 class Journal:
     """Appends one JSON object per line to metrics.jsonl and mirrors it to wandb.
 
-    Lines after the step that a resumed run starts from are dropped first: they will be written again.
+    Lines after the step that a resumed run starts from are dropped first: they will be written again. The
+    wandb run goes on in the one that `progress` remembers, and is remembered there.
     """
 
-    def __init__(self, path: Path, settings: TrainerConfig, *, run: str, run_id: str | None, step: int) -> None:
+    def __init__(self, path: Path, settings: TrainerConfig, run: str, progress: ProgressState) -> None:
         self.path = path
-        kept = [line for line in self.read(path) if line["step"] <= step]
+        kept = [line for line in self.read(path) if line["step"] <= progress.step]
         write_bytes(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
         self.handle = path.open("a")
         self.wandb: Any = None
-        self.run_id = run_id
         if settings.wandb != "disabled":
             import wandb
 
@@ -34,15 +75,15 @@ class Journal:
             self.wandb = wandb.init(
                 project=settings.wandb_project,
                 name=run,
-                id=run_id,
-                resume="allow" if run_id else None,
-                mode=settings.wandb,
+                id=progress.run_id,
+                resume="allow" if progress.run_id else None,
+                mode="online" if settings.wandb == "online" else "offline",
                 dir=str(path.parent),
             )
+            progress.run_id = self.wandb.id
             # wandb's own step only grows; a resumed run goes back, so the charts hang on ours.
             self.wandb.define_metric("step")
             self.wandb.define_metric("*", step_metric="step")
-            self.run_id = self.wandb.id
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line."""
@@ -75,7 +116,7 @@ def draw_curves(journal: Path, picture: Path) -> None:
 
     lines = Journal.read(journal)
     training = [line for line in lines if "loss" in line]
-    judged = [line for line in lines if "accuracy" in line and "loss" in line]
+    judged = [line for line in training if None not in line["accuracy"]]
     validation = [line for line in lines if "val_al" in line]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
     for panel, key, source, title in (

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from featurize.store import Document, FeatureStore
+from featurize.store import FeatureStore
+from featurize.tokenised import Document
 
 Span = tuple[int, int]
 
@@ -32,7 +34,8 @@ def row_count(spans: Sequence[Span], step: int) -> int:
 
 def supervised_rows(spans: Sequence[Span], step: int) -> torch.Tensor:
     """Positions of the rows supervised at an unroll step, int64 ascending."""
-    ranges = [torch.arange(max(start, 1) - 1, end - 2 - step) for start, end in spans if end - 2 - step >= max(start, 1)]
+    edges = [(max(start, 1) - 1, end - 2 - step) for start, end in spans]
+    ranges = [torch.arange(first, stop) for first, stop in edges if first < stop]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 
@@ -58,8 +61,10 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on a device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return Pack(**vars(self) | tensors)
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
@@ -81,7 +86,13 @@ def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
         spans += [(max(s, 1) + offset, e + offset) for s, e in store.documents[index].spans]
         offset, teachers = offset + length, teachers + count
     return Pack(
-        *(torch.cat(parts) for parts in (tokens, starts, aux, final, teacher)), spans=spans, documents=list(indices)
+        tokens_T=torch.cat(tokens),
+        starts_T=torch.cat(starts),
+        aux_TAP=torch.cat(aux),
+        final_FP=torch.cat(final),
+        teacher_T=torch.cat(teacher),
+        spans=spans,
+        documents=list(indices),
     )
 
 

@@ -40,7 +40,7 @@ def trained(tiny_target_dir, tmp_path):
 def independent_logits(directory, embedding, tokens, aux) -> torch.Tensor:
     """Step-0 draft logits over the target's vocabulary for every position, from the exported files alone."""
     c = json.loads((directory / "config.json").read_text())
-    w = {name: t.float() if t.is_floating_point() else t for name, t in load_file(directory / "model.safetensors").items()}
+    w = load_file(directory / "model.safetensors")
 
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[name]
@@ -53,9 +53,8 @@ def independent_logits(directory, embedding, tokens, aux) -> torch.Tensor:
     if c["norm_before_fc"]:
         planes = norm(planes, "input_norm.weight")
     feature = planes @ w["fc.weight"].T
-    x = torch.cat(
-        (norm(embedding[tokens[1:]], "midlayer.input_layernorm.weight"), norm(feature, "midlayer.hidden_norm.weight")), 1
-    )
+    embedded = norm(embedding[tokens[1:]], "midlayer.input_layernorm.weight")
+    x = torch.cat((embedded, norm(feature, "midlayer.hidden_norm.weight")), 1)
     size, heads, groups = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
     q, k, v = (
         (x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, count, size)

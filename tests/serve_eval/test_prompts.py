@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from featurize.conversations import Unusable
 from featurize.generate import normalised
+from featurize.spans import Renderer
 from models.errors import Refused
 from serve_eval.prompts import Prompt, by_route, load_prompts
 
@@ -18,19 +20,20 @@ DEMO = Path(__file__).parents[2] / "data/demo"
 ROUTES = {"chat", "code", "math", "json", "summary", "rewriting"}
 
 
-class Characters:
-    """A tokenizer whose ids are characters and whose template is easy to read."""
+class Characters(Renderer):
+    """A renderer whose ids are characters and whose template is easy to read."""
 
-    chat_template: str | None = "yes"
+    def __init__(self) -> None:
+        pass
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options["tokenize"]
-        assert not options["return_dict"]
+    def text(self, messages: Any, *, generation: bool = False, tools: Any = None, arguments: Any = None) -> str:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        text += "<assistant>" if options["add_generation_prompt"] else ""
         if "poison" in text:
-            raise ValueError("Conversation roles must alternate")
-        return [ord(letter) for letter in text + options.get("mode", "")]
+            raise Unusable("roles must alternate")
+        return text + ("<assistant>" if generation else "") + (arguments or {}).get("mode", "")
+
+    def ids(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -78,17 +81,13 @@ def test_a_bad_row_is_refused_with_its_file_and_number(tmp_path: Path, bad: Any,
         load_prompts([file], Characters())
 
 
-def test_missing_and_empty_files_and_missing_templates_are_refused(tmp_path: Path) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"no file .*nowhere\.jsonl"):
         load_prompts([tmp_path / "nowhere.jsonl"], Characters())
     with pytest.raises(Refused, match="names no file"):
         load_prompts([], Characters())
     with pytest.raises(Refused, match="holds no prompt"):
         load_prompts([write(tmp_path / "empty.jsonl")], Characters())
-    bare = Characters()
-    bare.chat_template = None
-    with pytest.raises(Refused, match="no chat template"):
-        load_prompts([write(tmp_path / "p.jsonl", row())], bare)
 
 
 def demo_rows() -> list[dict[str, Any]]:

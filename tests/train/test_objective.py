@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def random_pack(documents: list[tuple[int, list[tuple[int, int]]]]) -> Pack:
 
 
 def make_objective(head: Eagle3Head, **settings) -> Objective:
-    target = SimpleNamespace(
+    target: Any = SimpleNamespace(
         load_embedding=lambda: torch.randn(20, 12, dtype=torch.float64),
         load_lm_head=lambda: torch.randn(20, 12, dtype=torch.float64),
     )

@@ -25,7 +25,7 @@ def test_b23_epochs_differ_and_each_holds_every_document_once():
 
 
 def test_packs_keep_to_their_budget_and_a_longer_document_is_alone():
-    documents = [Document("a", "", 60, ()), Document("b", "", 300, ()), Document("c", "", 30, ()), Document("d", "", 70, ())]
+    documents = [Document(name, "", length, ()) for name, length in zip("abcd", (60, 300, 30, 70), strict=True)]
     assert plan_packs(documents, [0, 1, 2, 3], 100) == [[0], [1], [2, 3]]
 
 
