@@ -52,10 +52,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 dense = int(local[-1] - local[0]) == b - a - 1
                 p = p_CD[int(local[0]) : int(local[-1]) + 1] if dense else p_CD[local]
                 h = h_RH[a:b].to(dtype)
-                logits = (h @ weight.T).to(total)
-                cross = logits.logsumexp(-1) - (p * logits).sum(-1)
-                sums_K[step] += (cross - entropy_C[local]).sum()
-                gradient = (logits.softmax(-1) - p).to(dtype)
+                log_q = (h @ weight.T).log_softmax(-1, dtype=total)
+                sums_K[step] -= (torch.linalg.vecdot(p, log_q) + entropy_C[local]).sum()
+                gradient = log_q.exp_().sub_(p).to(dtype)
                 d_hidden[step][a:b] = (gradient @ weight).to(h_RH.dtype) * scales[step]
                 d_weight.add_((gradient.T @ h).to(total), alpha=scales[step])
         ctx.save_for_backward(d_weight, *d_hidden)
