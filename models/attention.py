@@ -7,7 +7,7 @@ backward; only the output and its log-sum-exp are kept, and the scores are compu
 in FlashAttention (arXiv 2205.14135). `attend_oracle` is the same written as one dense masked softmax.
 
 Legend: R rows, T positions of a pack, S own steps, N heads, G key-value heads, M = N / G, E head size,
-B rows of a block, L keys of a block.
+B rows of a block, L keys of a block, X = B * M.
 """
 
 from __future__ import annotations
@@ -42,67 +42,81 @@ def blocks_of(rows_R: torch.Tensor, starts_R: torch.Tensor) -> list[Block]:
 
 
 class _Attend(torch.autograd.Function):
-    @staticmethod
-    def _scores(block: Block, q, k0, own_k, rows, compute):  # type: ignore[no-untyped-def]
-        groups = k0.shape[1]
-        b = slice(block.first, block.last)
-        q_GBME = q[b].to(compute).unflatten(1, (groups, -1)).transpose(0, 1)
-        k_GLE = k0[block.start : block.stop].to(compute).transpose(0, 1)
-        s_GBML = (q_GBME.flatten(1, 2) @ k_GLE.transpose(1, 2)).unflatten(1, q_GBME.shape[1:3])
-        keys_L = torch.arange(block.start, block.stop, device=rows.device)
-        s_GBML.masked_fill_((keys_L > rows[b, None])[None, :, None], float("-inf"))
-        k_GBSE = own_k[b].to(compute).permute(2, 0, 1, 3)
-        s_GBMS = q_GBME @ k_GBSE.transpose(-1, -2)
-        return b, q_GBME, k_GLE, k_GBSE, torch.cat((s_GBML, s_GBMS), -1)
+    """Inputs and results are laid out [G, R, M, E] and [G, T, E] inside, so that a block is a view of them.
+
+    The prefix part is computed block by block; own keys are few, so their part is elementwise over all rows
+    at once. Both parts are merged exactly through their log-sum-exp.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q, k0, v0, own_k, own_v, rows, blocks, scale):  # type: ignore[no-untyped-def]
-        compute = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=compute)
+    def _prefix_scores(block: Block, q_GRME, k_GTE, rows_R):  # type: ignore[no-untyped-def]
+        """Masked scores [G, B * M, L] of a block."""
+        first, last = block.first, block.last
+        q_GXE = q_GRME[:, first:last].flatten(1, 2)
+        scores_GXL = q_GXE @ k_GTE[:, block.start : block.stop].transpose(1, 2)
+        keys_L = torch.arange(block.start, block.stop, device=rows_R.device)
+        hidden_BL = keys_L > rows_R[first:last, None]
+        scores_GXL.unflatten(1, (last - first, -1)).masked_fill_(hidden_BL[None, :, None], float("-inf"))
+        return q_GXE, scores_GXL
+
+    @staticmethod
+    def forward(ctx: Any, q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, blocks):  # type: ignore[no-untyped-def]
+        compute, groups = torch.promote_types(q_RNE.dtype, torch.float32), k_TGE.shape[1]
+        scale = q_RNE.shape[-1] ** -0.5
+        q_GRME = (q_RNE.to(compute) * scale).unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+        k_GTE, v_GTE = (each.to(compute).transpose(0, 1).contiguous() for each in (k_TGE, v_TGE))
+        own_k_GRSE, own_v_GRSE = (
+            each.to(compute).permute(2, 0, 1, 3).contiguous() for each in (own_k_RSGE, own_v_RSGE)
+        )
+        out_GRME, lse_GRM = torch.empty_like(q_GRME), q_GRME.new_empty(q_GRME.shape[:-1])
         for block in blocks:
-            b, _, k_GLE, _, s = _Attend._scores(block, q, k0, own_k, rows, compute)
-            s *= scale
-            lse_GBM = s.logsumexp(-1)
-            p = (s - lse_GBM[..., None]).exp_()
-            p_GBML, p_GBMS = p.split((k_GLE.shape[1], own_k.shape[1]), -1)
-            v_GLE = v0[block.start : block.stop].to(compute).transpose(0, 1)
-            o_GBME = (p_GBML.flatten(1, 2) @ v_GLE).unflatten(1, p.shape[1:3])
-            o_GBME += p_GBMS @ own_v[b].to(compute).permute(2, 0, 1, 3)
-            out[b] = o_GBME.transpose(0, 1).flatten(1, 2).to(q.dtype)
-            lse[b] = lse_GBM.transpose(0, 1).flatten(1, 2)
-        ctx.save_for_backward(q, k0, v0, own_k, own_v, rows, out, lse)
-        ctx.blocks, ctx.scale, ctx.compute = blocks, scale, compute
-        return out
+            _, scores_GXL = _Attend._prefix_scores(block, q_GRME, k_GTE, rows_R)
+            lse_GX = scores_GXL.logsumexp(-1)
+            p_GXL = scores_GXL.sub_(lse_GX[..., None]).exp_()
+            here, shape = slice(block.first, block.last), (block.last - block.first, -1)
+            out_GRME[:, here] = (p_GXL @ v_GTE[:, block.start : block.stop]).unflatten(1, shape)
+            lse_GRM[:, here] = lse_GX.unflatten(1, shape)
+        if own_k_GRSE.shape[2]:
+            own_GRMS = (q_GRME[:, :, :, None] * own_k_GRSE[:, :, None]).sum(-1)
+            merged_GRM = torch.logaddexp(lse_GRM, own_GRMS.logsumexp(-1))
+            out_GRME *= (lse_GRM - merged_GRM).exp_()[..., None]
+            p_GRMS = own_GRMS.sub_(merged_GRM[..., None]).exp_()
+            out_GRME += (p_GRMS[..., None] * own_v_GRSE[:, :, None]).sum(3)
+            lse_GRM = merged_GRM
+        ctx.save_for_backward(q_GRME, k_GTE, v_GTE, own_k_GRSE, own_v_GRSE, rows_R, out_GRME, lse_GRM)
+        ctx.blocks, ctx.scale, ctx.dtype = blocks, scale, q_RNE.dtype
+        return out_GRME.transpose(0, 1).flatten(1, 2).to(q_RNE.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_out,) = grads
-        q, k0, v0, own_k, own_v, rows, out, lse = ctx.saved_tensors
-        compute, groups = ctx.compute, k0.shape[1]
-        dq, d_own_k, d_own_v = torch.empty_like(q), torch.empty_like(own_k), torch.empty_like(own_v)
-        dk0, dv0 = torch.zeros_like(k0, dtype=compute), torch.zeros_like(v0, dtype=compute)
+        (grad_RNE,) = grads
+        q_GRME, k_GTE, v_GTE, own_k_GRSE, own_v_GRSE, rows_R, out_GRME, lse_GRM = ctx.saved_tensors
+        do_GRME = grad_RNE.to(q_GRME.dtype).unflatten(1, (q_GRME.shape[0], -1)).transpose(0, 1).contiguous()
+        delta_GRM = (do_GRME * out_GRME).sum(-1)
+        dq_GRME, dk_GTE, dv_GTE = torch.empty_like(q_GRME), torch.zeros_like(k_GTE), torch.zeros_like(v_GTE)
         for block in ctx.blocks:
-            b, q_GBME, k_GLE, k_GBSE, s = _Attend._scores(block, q, k0, own_k, rows, compute)
-            lse_GBM = lse[b].unflatten(1, (groups, -1)).transpose(0, 1)
-            p = (s * ctx.scale - lse_GBM[..., None]).exp_()
-            do_GBME = grad_out[b].to(compute).unflatten(1, (groups, -1)).transpose(0, 1)
-            o_GBME = out[b].to(compute).unflatten(1, (groups, -1)).transpose(0, 1)
-            delta_GBM1 = (do_GBME * o_GBME).sum(-1, keepdim=True)
-            v_GLE = v0[block.start : block.stop].to(compute).transpose(0, 1)
-            v_GBSE = own_v[b].to(compute).permute(2, 0, 1, 3)
-            dp_GBML = (do_GBME.flatten(1, 2) @ v_GLE.transpose(1, 2)).unflatten(1, p.shape[1:3])
-            dp = torch.cat((dp_GBML, do_GBME @ v_GBSE.transpose(-1, -2)), -1)
-            ds = p * (dp - delta_GBM1) * ctx.scale
-            sizes = (k_GLE.shape[1], own_k.shape[1])
-            (p_GBML, p_GBMS), (ds_GBML, ds_GBMS) = p.split(sizes, -1), ds.split(sizes, -1)
-            dq_GBME = (ds_GBML.flatten(1, 2) @ k_GLE).unflatten(1, p.shape[1:3]) + ds_GBMS @ k_GBSE
-            dq[b] = dq_GBME.transpose(0, 1).flatten(1, 2).to(q.dtype)
-            keys = slice(block.start, block.stop)
-            dk0[keys] += (ds_GBML.flatten(1, 2).transpose(1, 2) @ q_GBME.flatten(1, 2)).transpose(0, 1)
-            dv0[keys] += (p_GBML.flatten(1, 2).transpose(1, 2) @ do_GBME.flatten(1, 2)).transpose(0, 1)
-            d_own_k[b] = (ds_GBMS.transpose(-1, -2) @ q_GBME).permute(1, 2, 0, 3).to(own_k.dtype)
-            d_own_v[b] = (p_GBMS.transpose(-1, -2) @ do_GBME).permute(1, 2, 0, 3).to(own_v.dtype)
-        return dq, dk0.to(k0.dtype), dv0.to(v0.dtype), d_own_k, d_own_v, None, None, None
+            here, keys = slice(block.first, block.last), slice(block.start, block.stop)
+            q_GXE, scores_GXL = _Attend._prefix_scores(block, q_GRME, k_GTE, rows_R)
+            p_GXL = scores_GXL.sub_(lse_GRM[:, here].flatten(1)[..., None]).exp_()
+            do_GXE = do_GRME[:, here].flatten(1, 2)
+            dv_GTE[:, keys] += p_GXL.transpose(1, 2) @ do_GXE
+            ds_GXL = do_GXE @ v_GTE[:, keys].transpose(1, 2)
+            ds_GXL.sub_(delta_GRM[:, here].flatten(1)[..., None]).mul_(p_GXL)
+            dq_GRME[:, here] = (ds_GXL @ k_GTE[:, keys]).unflatten(1, (block.last - block.first, -1))
+            dk_GTE[:, keys] += ds_GXL.transpose(1, 2) @ q_GXE
+        d_own_k_GRSE, d_own_v_GRSE = torch.zeros_like(own_k_GRSE), torch.zeros_like(own_v_GRSE)
+        if own_k_GRSE.shape[2]:
+            own_GRMS = (q_GRME[:, :, :, None] * own_k_GRSE[:, :, None]).sum(-1)
+            p_GRMS = own_GRMS.sub_(lse_GRM[..., None]).exp_()
+            d_own_v_GRSE = (p_GRMS[..., None] * do_GRME[:, :, :, None]).sum(2)
+            ds_GRMS = (do_GRME[:, :, :, None] * own_v_GRSE[:, :, None]).sum(-1).sub_(delta_GRM[..., None]).mul_(p_GRMS)
+            dq_GRME += (ds_GRMS[..., None] * own_k_GRSE[:, :, None]).sum(3)
+            d_own_k_GRSE = (ds_GRMS[..., None] * q_GRME[:, :, :, None]).sum(2)
+        dtype = ctx.dtype
+        dq_RNE = (dq_GRME * ctx.scale).transpose(0, 1).flatten(1, 2).to(dtype)
+        dk_TGE, dv_TGE = dk_GTE.transpose(0, 1).to(dtype), dv_GTE.transpose(0, 1).to(dtype)
+        d_own = (each.permute(1, 2, 0, 3).to(dtype) for each in (d_own_k_GRSE, d_own_v_GRSE))
+        return dq_RNE, dk_TGE, dv_TGE, *d_own, None, None
 
 
 def attend(
@@ -123,8 +137,7 @@ def attend(
         rows_R: int64 pack positions of the rows, ascending.
         blocks: `blocks_of(rows_R, starts_R)`.
     """
-    scale = q_RNE.shape[-1] ** -0.5
-    return _Attend.apply(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, blocks, scale)
+    return _Attend.apply(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, blocks)
 
 
 def attend_oracle(

@@ -92,6 +92,14 @@ class Eagle3Config:
         return cls(**values | {"aux_layers": tuple(values["aux_layers"])})
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (arXiv 1910.07467) in its weight's precision, whatever the input's: under autocast, in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H], in the input's dtype."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Projections of the head's one attention: input is [embedding, feature], hence twice as wide."""
 
@@ -134,10 +142,10 @@ class Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(config)
 
     def wide(self, embedding: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
@@ -174,12 +182,12 @@ class Eagle3Head(nn.Module):
         width = len(config.aux_layers) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(width, config.rms_norm_eps)
+            self.input_norm = RMSNorm(width, config.rms_norm_eps)
         if config.fc_norm:
-            norms = [nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers]
+            norms = [RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers]
             self.fc_norm = nn.ModuleList(norms)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
         ids = torch.arange(config.vocab_size) if ids_D is None else ids_D

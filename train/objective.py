@@ -36,12 +36,14 @@ class _ChunkedLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_DH, dtype=total)
         d_hidden = [torch.zeros_like(h) for h in hidden]
         for first in range(0, final_FP.shape[0], chunk):
-            p_CD = (final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total)
+            logits_CD = (final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total)
             if kind == "ce":
-                p_CD = nn.functional.one_hot(p_CD.argmax(-1), p_CD.shape[-1]).to(total)
+                p_CD = nn.functional.one_hot(logits_CD.argmax(-1), logits_CD.shape[-1]).to(total)
+                entropy_C = p_CD.new_zeros(len(p_CD))
             else:
-                p_CD = p_CD.softmax(-1)
-            entropy_C = -torch.special.xlogy(p_CD, p_CD).sum(-1)
+                log_p_CD = logits_CD.log_softmax(-1)
+                p_CD = log_p_CD.exp()
+                entropy_C = -torch.linalg.vecdot(p_CD, log_p_CD)
             edges = torch.tensor([first, first + chunk], device=weight.device)
             for step, (h_RH, index_R) in enumerate(zip(hidden, indices, strict=True)):
                 a, b = torch.searchsorted(index_R, edges).tolist()
