@@ -27,6 +27,9 @@ from models.errors import Refused
 from models.rope import Rope, rotate, standardised
 from models.target import Target
 
+SELF_SCORE = 8.0
+"""Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
@@ -264,18 +267,43 @@ class Eagle3Head(nn.Module):
         return steps
 
 
-def initialise(head: Eagle3Head, target: Target) -> None:
-    """Start values: the target's head rows and final norm, and a feature that begins as the last aux plane.
+def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> None:
+    """Start values that a short training need not first find; the global random state decides the rest.
 
-    With the output head and its norm taken from the target, training starts in the space that the target
-    itself predicts from; fc starts as the identity on the deepest plane, a little of the others.
+    - lm_head and norm are the target's, so the head starts in the space that the target predicts from.
+    - Channels of residual streams differ by orders of magnitude. Planes are whitened by their channels' RMS on
+      a sample, in fc_norm where the head has it and in fc's columns where it has not, so that all channels
+      reach the features at one scale and none drowns in the few huge ones.
+    - Every query starts as its group's key: a row begins by attending to itself, the one place where the
+      embedding of the token it continues from can enter, rather than to the average of its past.
+
+    Args:
+        sample_TAP: some aux planes of the target, [T, A, P], to measure the channels on.
     """
-    config = head.config
+    config, attention = head.config, head.midlayer.self_attn
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        sample = sample_TAP.float()
+        if config.fc_norm or config.norm_before_fc:
+            dims = (-1,) if config.fc_norm else (-2, -1)
+            sample = sample * (sample.pow(2).mean(dims, keepdim=True) + config.rms_norm_eps).rsqrt()
+        scale_AP = sample.pow(2).mean(0).clamp(min=1e-12).rsqrt()
+        if config.fc_norm:
+            for norm, scale_P in zip(head.fc_norm, scale_AP, strict=True):
+                norm.weight.copy_(scale_P)
+        elif config.norm_before_fc:
+            head.input_norm.weight.copy_(scale_AP.flatten())
+        else:
+            head.fc.weight.mul_(scale_AP.flatten().to(head.fc.weight.device))
+        # Inputs are normed, so a row's score with itself is about 2H * std^2 * sqrt(E); others are about 0.
+        variance = SELF_SCORE / (2 * config.hidden_size * config.head_dim**0.5)
+        nn.init.normal_(attention.k_proj.weight, std=variance**0.5)
+        key_GEW = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, config.head_dim))
+        repeat = config.num_attention_heads // config.num_key_value_heads
+        attention.q_proj.weight.copy_(key_GEW.repeat_interleave(repeat, 0).flatten(0, 1))
+        nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=0.01)
         if config.hidden_size == target.hidden_size:
             head.lm_head.weight.copy_(target.load_lm_head()[head.ids_D.cpu()].float())
             head.norm.weight.copy_(target.load_final_norm().float())
-            head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)

@@ -37,6 +37,9 @@ from train.validate import validate
 
 log = logging.getLogger(__name__)
 
+SAMPLE = 64
+"""Training documents whose planes decide the head's start values."""
+
 StepPacks = list[list[int]]
 """Packs of one optimizer step, over all processes: lists of document indices."""
 
@@ -110,7 +113,7 @@ class Trainer:
         self.coverage = 1.0 if ids is None else counts[ids].sum().item() / max(1, counts.sum().item())
         torch.manual_seed(trainer.seed)
         self.head = Eagle3Head(config, ids)
-        initialise(self.head, target)
+        initialise(self.head, target, torch.cat([store.read(i).aux for i in self.training[:SAMPLE]]))
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
         self.optimizer = torch.optim.AdamW(
             self.head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True

@@ -28,7 +28,7 @@ def trained(tiny_target_dir, tmp_path):
         config = Eagle3Config.for_target(target, layers, DraftConfig(vocab_size=vocab, **draft))
         torch.manual_seed(0)
         head = Eagle3Head(config, torch.arange(1, 301, 3) if vocab else None)
-        initialise(head, target)
+        initialise(head, target, torch.randn(50, len(config.aux_layers), 64))
         directory = tmp_path / "checkpoint"
         directory.mkdir(exist_ok=True)
         save_head(directory, head, describe(target))

@@ -26,7 +26,7 @@ def parts(tiny_target_dir):
     config = Eagle3Config.for_target(target, aux_layers(target, [2, 4, 5]), DraftConfig(vocab_size=100))
     torch.manual_seed(0)
     head = Eagle3Head(config, torch.arange(0, 300, 3))
-    initialise(head, target)
+    initialise(head, target, torch.randn(50, len(config.aux_layers), 64))
     with torch.no_grad():
         for parameter in head.midlayer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
