@@ -204,8 +204,12 @@ async def generate(config: GenerateConfig, head: str) -> Counter[str]:
 
 
 def pack(source: Path, target: Path) -> int:
-    """Write `source` sorted by id to the gzip file `target`; equal contents give equal bytes."""
-    conversations = sorted(read_finished(source), key=lambda conversation: conversation["id"])
+    """Write `source` to the gzip file `target`; equal contents give equal bytes.
+
+    Sorted by number, then route: however many conversations are taken from its beginning, the routes keep
+    their shares.
+    """
+    conversations = sorted(read_finished(source), key=lambda c: (c["id"].rpartition("-")[2], c["id"]))
     lines = "".join(json.dumps(c, ensure_ascii=False) + "\n" for c in conversations)
     write_bytes(target, gzip.compress(lines.encode(), 9, mtime=0))
     return len(conversations)

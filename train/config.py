@@ -40,12 +40,14 @@ class OptimConfig:
 
     Attributes:
         lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon for the matrices of fc and the layer; null trains all with AdamW.
         schedule: "cosine", "linear" or "constant", after the warm-up, down to `final_share` of the peak.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: clip by global norm; 0 switches it off.
     """
 
     lr: float = 1e-4
+    muon_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     schedule: str = "cosine"

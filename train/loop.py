@@ -31,6 +31,7 @@ from train import resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.measure import Journal, Progress, draw_curves
 from train.objective import Objective, Outcome, judge
+from train.optimizer import Optimizer
 from train.packs import Pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
 from train.signals import PREEMPTED, StopRequest
 from train.validate import validate
@@ -44,13 +45,13 @@ StepPacks = list[list[int]]
 """Packs of one optimizer step, over all processes: lists of document indices."""
 
 
-def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) out of `total`."""
+def schedule(optim: OptimConfig, step: int, total: int) -> float:
+    """Factor on the peak learning rates at optimizer step `step` (0-based) out of `total`."""
     if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+        return (step + 1) / optim.warmup_steps
     done = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
-    return optim.lr * (optim.final_share + (1 - optim.final_share) * shape)
+    return optim.final_share + (1 - optim.final_share) * shape
 
 
 def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -115,9 +116,7 @@ class Trainer:
         self.head = Eagle3Head(config, ids)
         initialise(self.head, target, torch.cat([store.read(i).aux for i in self.training[:SAMPLE]]))
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
-        self.optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-        )
+        self.optimizer = Optimizer(self.head, optim)
         self.model: Any = self.objective
         if self.accelerator.num_processes > 1:
             device_ids = [self.accelerator.local_process_index] if self.accelerator.device.type == "cuda" else None
@@ -275,16 +274,13 @@ class Trainer:
         return outcome
 
     def _update(self, step: int) -> tuple[float, float]:
-        """Clip, set the learning rate, step; returns rate and gradient norm."""
-        lr = learning_rate(self.optim, step, len(self.plan))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        """Clip, then step; returns the learning rate and the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.optim.max_grad_norm or math.inf).item()
         if not math.isfinite(norm):
             raise Refused(f"gradients of step {step + 1} are not finite; lower optim.lr or check the features")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return lr, norm
+        factor = schedule(self.optim, step, len(self.plan))
+        self.optimizer.step(factor)
+        return self.optim.lr * factor, norm
 
     def _losses(self, sums_K: torch.Tensor, counts: Sequence[float]) -> dict[str, Any]:
         """Loss of an optimizer step, whole and per unroll step, over all processes."""

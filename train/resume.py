@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -22,6 +21,7 @@ from models.artefact import read_json, replacing_directory, write_json, write_te
 from models.checkpoint import load_head, save_head
 from models.eagle3 import Eagle3Head
 from models.errors import Refused
+from train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +60,13 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def save(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, progress: Progress, target: Any) -> Path:
+def save(root: Path, head: Eagle3Head, optimizer: Optimizer, progress: Progress, target: Any) -> Path:
     """Write one checkpoint; it appears whole or not at all."""
     path = root / name_of(progress.step)
-    tensors, scalars = {}, {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}.{key}"] = value.detach().cpu()
-            else:
-                scalars[f"{index}.{key}"] = value
     with replacing_directory(path) as temporary:
         save_head(temporary, head, target)
-        write_tensors(temporary / "optimizer.safetensors", tensors)
-        write_json(temporary / "state.json", {"progress": asdict(progress), "optimizer": scalars})
+        write_tensors(temporary / "optimizer.safetensors", optimizer.state())
+        write_json(temporary / "state.json", asdict(progress))
     return path
 
 
@@ -85,7 +78,7 @@ def prune(root: Path, keep: int, best_step: int | None) -> None:
             shutil.rmtree(directory)
 
 
-def restore(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, identity: str) -> Progress | None:
+def restore(root: Path, head: Eagle3Head, optimizer: Optimizer, identity: str) -> Progress | None:
     """Load the newest complete checkpoint into head and optimizer; None when there is none at all.
 
     A torn checkpoint is passed over with a warning for the one before it.
@@ -102,17 +95,13 @@ def restore(root: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, iden
         except (OSError, Refused, SafetensorError) as error:
             log.warning("checkpoint %s is not complete (%s); trying the one before", directory, error)
             continue
-        progress = Progress(**state["progress"])
+        progress = Progress(**state)
         if progress.identity != identity:
             raise Refused(
                 f"{root} was trained with other settings or data; choose another name=..., or delete {root.parent}"
             )
         head.load_state_dict(saved.state_dict())
-        restored: dict[int, dict[str, Any]] = {}
-        for name, value in {**tensors, **state["optimizer"]}.items():
-            index, key = name.split(".", 1)
-            restored.setdefault(int(index), {})[key] = value
-        optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load(tensors)
         return progress
     if candidates:
         raise Refused(f"no checkpoint under {root} is complete; restore one or delete {root.parent} to start again")

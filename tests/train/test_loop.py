@@ -41,6 +41,7 @@ def overrides(target: Path, conversations: Path, root: Path) -> list[str]:
         "objective.unroll_steps=3",
         "objective.row_share=0.8",
         "optim.lr=1e-3",
+        "optim.muon_lr=1e-3",
         "optim.warmup_steps=2",
         "trainer.epochs=2",
         "trainer.pack_tokens=128",

@@ -6,7 +6,7 @@ import pytest
 
 from featurize.tokenised import Document
 from train.config import OptimConfig
-from train.loop import learning_rate
+from train.loop import schedule as factor
 from train.packs import held_out, plan_epoch, plan_packs
 
 DOCUMENTS = [Document(f"d{i}", "chat", 20 + 7 * i % 50, ((5, 15),)) for i in range(17)]
@@ -39,8 +39,8 @@ def test_held_out_documents_are_chosen_by_their_id_alone():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_b22_the_learning_rate_is_a_function_of_the_step(schedule):
-    optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=10, final_share=0.1)
-    rates = [learning_rate(optim, step, 100) for step in range(100)]
+    optim = OptimConfig(schedule=schedule, warmup_steps=10, final_share=0.1)
+    rates = [factor(optim, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert max(rates) == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.02)
