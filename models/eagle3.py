@@ -291,8 +291,8 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
             sample = sample * (sample.pow(2).mean(dims, keepdim=True) + config.rms_norm_eps).rsqrt()
         scale_AP = sample.pow(2).mean(0).clamp(min=1e-12).rsqrt()
         if config.fc_norm:
-            for norm, scale_P in zip(head.fc_norm, scale_AP, strict=True):
-                norm.weight.copy_(scale_P)
+            for index, scale_P in enumerate(scale_AP):
+                head.get_parameter(f"fc_norm.{index}.weight").copy_(scale_P)
         elif config.norm_before_fc:
             head.input_norm.weight.copy_(scale_AP.flatten())
         else:
