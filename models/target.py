@@ -33,12 +33,14 @@ class Target:
         config: its (text) configuration, as transformers reads it.
         tied: whether its output head is its embedding.
         dtype: the dtype it is run in.
+        trust_remote_code: whether its configuration was written to run the checkpoint's own code.
     """
 
     path: str
     config: Any
     tied: bool
     dtype: torch.dtype
+    trust_remote_code: bool = False
 
     @property
     def hidden_size(self) -> int:
@@ -108,13 +110,13 @@ class Target:
         return self.read(self._embedding_name)
 
     def load_lm_head(self) -> torch.Tensor:
-        """The output head [V, H]: its own tensor, or the embedding when the target ties them.
+        """The output head [V, H]: its own tensor where there is one, else the embedding when the target ties them.
 
         Raises:
             Refused: the target is untied and has no head tensor.
         """
         names = [name for name in self._files if name.endswith("lm_head.weight")]
-        if names and not self.tied:
+        if names:
             return self.read(names[0])
         if self.tied:
             return self.load_embedding()
@@ -139,7 +141,7 @@ class Target:
                 for name in sorted(names):
                     part = handle.get_slice(name)
                     row = part[:1] if part.get_shape() else handle.get_tensor(name)
-                    digest.update(name.encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
+                    digest.update(name.encode() + row.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -161,7 +163,7 @@ def describe_target(settings: TargetConfig) -> Target:
         raise Refused(f"target.path={settings.path} holds no usable config.json ({reason})") from None
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
-    return Target(str(directory), text, tied, getattr(torch, settings.dtype))
+    return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code)
 
 
 def _from_hub(name: str) -> Path:

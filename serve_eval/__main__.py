@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from typing import Any
 
@@ -18,10 +18,10 @@ def main(run: Run) -> bool:
     from models.export import load_export
     from models.target import describe_target
     from serve_eval.prompts import load_prompts
-    from serve_eval.reference import Measurement
+    from serve_eval.reference import Measurement, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
-    from serve_eval.sweep import run_sweep
+    from serve_eval.sweep import check_possible, failures, run_sweep
 
     target = describe_target(run.target)
     export, directory = run.directory / "export", run.directory / "eval"
@@ -30,13 +30,19 @@ def main(run: Run) -> bool:
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
     prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
-    asked = [asdict(run.eval), {key: value for key, value in asdict(run.engine).items() if key != "python"}]
+    settings = asdict(run.eval) | {"prompts": None}  # their contents count, not where they lie
+    asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
     key = fingerprint([describe(target), weights, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
     path = directory / "summary.json"
-    if path.exists() and (found := read_json(path))["key"] == key:
-        write_report(found, directory / "report.html")
+    found = read_json(path) if path.exists() else {}
+    if isinstance(found, dict) and found.get("key") == key and not failures(found):
+        if not (directory / "report.html").exists():
+            write_report(found, directory / "report.html")
         render_table(found)
         return False
+    sweep = replace(run.eval, max_new_tokens=run.eval.served_new_tokens or run.eval.max_new_tokens)
+    if run.engine.kind != "none":
+        check_possible(run.engine, sweep, prompts)
 
     measurement = Measurement(target, head, weights, prompts, run.eval, directory)
     measured = measurement.run()
@@ -57,14 +63,15 @@ def main(run: Run) -> bool:
     if run.engine.kind != "none":
         served = run_sweep(
             engine=run.engine,
-            settings=run.eval,
+            settings=sweep,
             target_path=target.path,
             head=export,
             k=k,
             prompts=prompts,
             directory=directory,
         )
-        served["agreement"] = measurement.agreement(served, k)
+        served["agreement"] = measurement.agreement(served, k, sweep.max_new_tokens)
+        served["warnings"] += disagreements(served["agreement"])
         summary["lossless"][f"vllm_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"] = served.pop(
             "lossless"
         )

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+"""Names of environment variables and options whose values appear in no log and no saved configuration."""
+
+
+def masked_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with the values of those that look like credentials replaced by ***."""
+    return {name: "***" if SECRET.search(name) else value for name, value in variables.items()}
+
+
+def masked_arguments(words: Sequence[str]) -> list[str]:
+    """A command line in which `--some-key VALUE` and `--some-key=VALUE` show *** for the value."""
+    told: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = word.startswith("--") and SECRET.search(name) is not None
+        told.append("***" if hide and not word.startswith("--") else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return told
 
 
 @dataclass
 class EngineConfig:
-    """A server that we start, or one that is already running.
+    """A server that we start.
 
     Attributes:
         kind: "vllm", or "none" to evaluate in process only.
@@ -45,6 +67,7 @@ class EvalConfig:
         served_k: drafted tokens in the server; null takes the k that the reference's own measurement
             of costs and acceptance says is fastest at concurrency 1.
         max_new_tokens: tokens per answer.
+        served_new_tokens: tokens per answer in the served sweep; null for as many.
         batch_size: requests decoded together by the reference decoder.
         concurrencies: closed-loop client counts of the served sweep.
         requests_per_route: fixed prompts per route in each cell of the sweep.
@@ -55,6 +78,7 @@ class EvalConfig:
     k: int = 4
     served_k: int | None = None
     max_new_tokens: int = 96
+    served_new_tokens: int | None = None
     batch_size: int = 16
     concurrencies: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     requests_per_route: int = 2
@@ -63,7 +87,9 @@ class EvalConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"eval.k={self.k} must be at least 1")
+        for key in ("k", "served_k", "max_new_tokens", "served_new_tokens", "batch_size", "requests_per_route"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")

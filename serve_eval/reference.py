@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from featurize.extract import choose_device
 from models.artefact import fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.eagle3 import Eagle3Head
@@ -23,8 +24,12 @@ from models.target import Target
 from serve_eval.config import EvalConfig
 from serve_eval.decoder import Answer, decode, measure_costs
 from serve_eval.prompts import Prompt, by_route
+from serve_eval.servers import describe_machine
 
 log = logging.getLogger(__name__)
+
+TOLERANCE = 0.03
+"""Largest difference of AL between a server and the reference decoder that passes without a warning."""
 
 
 def acceptance(rounds: Iterable[int], k: int) -> dict[str, Any]:
@@ -39,12 +44,35 @@ def acceptance(rounds: Iterable[int], k: int) -> dict[str, Any]:
     return {"al": 1 + sum(counts) / len(counts), "per_position": per_position, "rounds": len(counts)}
 
 
+def rounds_within(accepted: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The drafting rounds of an answer cut at `max_new_tokens`, given those of a longer one."""
+    tokens, kept = 1, []  # the first token comes from reading the prompt
+    for count in accepted:
+        if tokens >= max_new_tokens:
+            break
+        kept.append(count)
+        tokens += count + 1
+    return kept
+
+
+def disagreements(agreement: dict[str, dict[str, float | None]]) -> list[str]:
+    """A warning for every concurrency at which server and reference decoder differ by more than TOLERANCE."""
+    return [
+        f"AL at concurrency {concurrency} is {each['served']:.3f} in the server and {each['reference']:.3f} in the "
+        f"reference decoder on the same prompts ({100 * each['difference']:+.1f} %): is the head served as trained?"
+        for concurrency, each in agreement.items()
+        if each["difference"] is not None and abs(each["difference"]) > TOLERANCE
+    ]
+
+
 def best_k(per_position: Sequence[float], verify_ms: Sequence[float], draft_ms: Sequence[float]) -> int:
     """The k with most tokens per second for one user: (1 + sum of acceptances) / (verification + drafting).
 
     Args:
         per_position: a_1 .. a_K. verify_ms: of 1 .. K + 1 tokens. draft_ms: of 1 .. K tokens.
     """
+    if not per_position:
+        return 1
     rates = [(1 + sum(per_position[:k])) / (verify_ms[k] + draft_ms[k - 1]) for k in range(1, len(per_position) + 1)]
     return 1 + rates.index(max(rates))
 
@@ -58,7 +86,7 @@ class Reference:
     stop: set[int]
     settings: EvalConfig
 
-    def answers(self, prompts: Sequence[Prompt], k: int) -> list[Answer]:
+    def answers(self, prompts: Sequence[Prompt], k: int, max_new_tokens: int) -> list[Answer]:
         """Greedy answers, in batches of prompts of like length; k = 0 is the target alone."""
         order = sorted(prompts, key=lambda prompt: len(prompt.ids))
         found: dict[str, Answer] = {}
@@ -68,7 +96,7 @@ class Reference:
                 self.model,
                 order[first : first + size],
                 stop=self.stop,
-                max_new_tokens=self.settings.max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 head=self.head if k else None,
                 k=k,
             )
@@ -97,9 +125,10 @@ def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig) -> Re
     if not target.eos_ids:
         raise Refused(f"{target.path} names no eos_token_id in config.json or generation_config.json")
     transformers_logging.disable_progress_bar()
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if settings.device == "auto" else settings.device)
-    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32, attn_implementation="sdpa")
+    device = choose_device(settings.device, "eval.device")
+    model = AutoModelForCausalLM.from_pretrained(
+        target.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=target.trust_remote_code
+    )
     return Reference(model.eval().to(device), head.float().eval().to(device), set(target.eos_ids), settings)
 
 
@@ -121,7 +150,8 @@ class Measurement:
     ) -> None:
         self.target, self.head, self.prompts, self.settings = target, head, prompts, settings
         self.directory = directory
-        self.inputs = [describe(target), weights, settings.max_new_tokens]
+        # The machine is in it for the costs; everything else would be the same anywhere.
+        self.inputs = [describe(target), weights, settings.max_new_tokens, describe_machine()]
 
     @cached_property
     def reference(self) -> Reference:
@@ -131,7 +161,8 @@ class Measurement:
     def _kept(self, name: str, prompts: Sequence[Prompt], k: int, compute: Callable[[], dict[str, Any]]) -> Any:
         key = fingerprint([*self.inputs, k, [[p.id, p.route, list(p.ids)] for p in prompts]])
         path = self.directory / name
-        if path.exists() and (found := read_json(path))["key"] == key:
+        found = read_json(path) if path.exists() else {}
+        if found.get("key") == key:
             return found
         result = {"key": key} | compute()
         write_json(path, result)
@@ -149,9 +180,9 @@ class Measurement:
     def _run(self) -> dict[str, Any]:
         k = self.settings.k
         started = time.monotonic()
-        plain = self.reference.answers(self.prompts, 0)
+        plain = self.reference.answers(self.prompts, 0, self.settings.max_new_tokens)
         middle = time.monotonic()
-        drafted = self.reference.answers(self.prompts, k)
+        drafted = self.reference.answers(self.prompts, k, self.settings.max_new_tokens)
         log.info(
             "reference decoder: %d prompts, target alone %.0f s, with %d drafts %.0f s",
             len(self.prompts), middle - started, k, time.monotonic() - middle,
@@ -168,8 +199,8 @@ class Measurement:
             "rounds": {answer.prompt.id: answer.accepted for answer in drafted},
         }
 
-    def agreement(self, served: dict[str, Any], k: int) -> dict[str, Any]:
-        """AL of the server beside the reference decoder's, on the same prompts with the same k, per concurrency.
+    def agreement(self, served: dict[str, Any], k: int, max_new_tokens: int) -> dict[str, Any]:
+        """AL of the server beside the reference decoder's: same prompts, same k, same length; per concurrency.
 
         Returns:
             {concurrency: {"served", "reference", "difference"}}, the difference as a share of the reference.
@@ -178,11 +209,13 @@ class Measurement:
         prompts = [prompt for prompt in self.prompts if prompt.id in wanted]
 
         def compute() -> dict[str, Any]:
-            if k == self.settings.k:
-                return {"rounds": self.run()["rounds"]}
-            return {"rounds": {a.prompt.id: a.accepted for a in self.reference.answers(prompts, k)}}
+            return {"rounds": {a.prompt.id: a.accepted for a in self.reference.answers(prompts, k, max_new_tokens)}}
 
-        rounds = self._kept("reference-served.json", prompts, k, compute)["rounds"]
+        if k == self.settings.k:  # a shorter answer is the beginning of the longer one
+            rounds = {name: rounds_within(each, max_new_tokens) for name, each in self.run()["rounds"].items()}
+        else:
+            name = f"reference-k{k}-{max_new_tokens}.json"
+            rounds = self._kept(name, prompts, k, compute)["rounds"]
         als = {
             cell["concurrency"]: cell["al"]
             for cell in served["cells"]

@@ -182,6 +182,9 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
     for name, identical, prompts in _lossless(summary):
         style = "green" if identical == prompts else "red"
         parts.append(Text(f"identical to the target alone ({name}): {identical} of {prompts} prompts", style=style))
+    for concurrency, each in ((summary.get("served") or {}).get("agreement") or {}).items():
+        text = f"AL at concurrency {concurrency}: server {number(each['served'], 3)}, "
+        parts.append(Text(f"{text}reference decoder on the same prompts {number(each['reference'], 3)}"))
     for warning in (summary.get("served") or {}).get("warnings", ()):
         parts.append(Text(f"warning: {warning}", style="yellow"))
     parts.append(Panel(" ".join(verdict(summary)), title="verdict", title_align="left"))

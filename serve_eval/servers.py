@@ -33,7 +33,7 @@ import httpx
 
 from models.artefact import read_json
 from models.errors import Refused
-from serve_eval.config import EngineConfig
+from serve_eval.config import EngineConfig, masked_arguments, masked_variables
 from serve_eval.counters import Counters, parse_counters
 from serve_eval.load import PLAIN
 
@@ -44,7 +44,6 @@ GRACE_S = 20.0
 
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*:\s*\S|(?:^|\s)error: ", re.IGNORECASE)
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _OF_OUR_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -199,8 +198,11 @@ def own_environment(engine: EngineConfig) -> dict[str, str]:
 
 def show(words: list[str], variables: Mapping[str, str]) -> str:
     """The command as a person would type it; values that look like secrets are masked."""
-    told = [f"{name}={'***' if _SECRET.search(name) else shlex.quote(value)}" for name, value in variables.items()]
-    return " ".join([*told, shlex.join(words)])
+    told = masked_variables(variables)
+    settings = [f"{name}={value if value == '***' else shlex.quote(value)}" for name, value in told.items()]
+    return " ".join(
+        [*settings, *(word if word.endswith("***") else shlex.quote(word) for word in masked_arguments(words))]
+    )
 
 
 def _free_port(host: str) -> int:

@@ -31,7 +31,7 @@ from serve_eval.config import EngineConfig, EvalConfig
 from serve_eval.counters import Acceptance, CounterReset, difference, judge
 from serve_eval.load import Outcome, Window, closed_loop
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.servers import Server, check_head, describe_machine, serving
+from serve_eval.servers import Server, check_head, describe_machine, find_interpreter, serving
 
 log = logging.getLogger(__name__)
 
@@ -339,6 +339,28 @@ def summarise(cells: Sequence[Cell], engine: EngineConfig, k: int) -> dict[str, 
     }
 
 
+def check_possible(engine: EngineConfig, settings: EvalConfig, prompts: Sequence[Prompt]) -> None:
+    """Everything that can be known to fail before the first minute is spent.
+
+    Raises:
+        Refused: no interpreter with the engine, too few prompts, answers longer than the server's context.
+    """
+    find_interpreter(engine)
+    chosen = [choose_prompts(prompts, settings, c) for c in sorted(set(settings.concurrencies))]
+    longest = max(len(prompt.ids) for groups in chosen for group in groups.values() for prompt in group)
+    k = settings.served_k or settings.k
+    if longest + settings.max_new_tokens + k > engine.max_model_len:
+        raise Refused(
+            f"the longest prompt has {longest} tokens: with eval.max_new_tokens={settings.max_new_tokens} and k={k} "
+            f"it does not fit into engine.max_model_len={engine.max_model_len}"
+        )
+
+
+def failures(summary: dict[str, Any]) -> int:
+    """Requests of a finished summary that failed; such cells are measured again."""
+    return sum(cell["failed"] for cell in (summary.get("served") or {}).get("cells", []))
+
+
 def run_sweep(
     *,
     engine: EngineConfig,
@@ -365,14 +387,9 @@ def run_sweep(
             start or dies, or cells that were measured with another version of the engine.
     """
     check_head(head)
+    check_possible(engine, settings, prompts)
     concurrencies = sorted(set(settings.concurrencies))
     chosen = {c: choose_prompts(prompts, settings, c) for c in concurrencies}
-    longest = max(len(prompt.ids) for groups in chosen.values() for group in groups.values() for prompt in group)
-    if longest + settings.max_new_tokens + k > engine.max_model_len:
-        raise Refused(
-            f"the longest prompt has {longest} tokens: with eval.max_new_tokens={settings.max_new_tokens} and k={k} "
-            f"it does not fit into engine.max_model_len={engine.max_model_len}"
-        )
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "cells.jsonl"
     keys = window_keys(engine, settings, target_path, head, k, chosen)

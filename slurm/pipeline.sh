@@ -14,8 +14,14 @@ if [[ $# -eq 0 ]]; then
 fi
 cd "$(dirname "$0")/.."
 
+python=${DRAFTSMITH_PYTHON:-.venv/bin/python}
+if [[ ! -x $python ]]; then
+    echo "pipeline: no interpreter at $python; run make env there, or set DRAFTSMITH_PYTHON" >&2
+    exit 2
+fi
+
 # A mistake in the overrides is told here, not by a job that fails in the night.
-directory=$("${DRAFTSMITH_PYTHON:-.venv/bin/python}" -c '
+directory=$("$python" -c '
 import sys, conf
 from models.errors import Refused
 try:

@@ -26,8 +26,9 @@ class ObjectiveConfig:
     chunk_rows: int = 1024
 
     def __post_init__(self) -> None:
-        if self.unroll_steps < 1:
-            raise ValueError(f"objective.unroll_steps={self.unroll_steps} must be at least 1")
+        for key in ("unroll_steps", "chunk_rows"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"objective.{key}={getattr(self, key)} must be at least 1")
         if self.loss not in ("kl", "ce"):
             raise ValueError(f"objective.loss={self.loss} is not one of kl, ce")
         if not 0 < self.row_share <= 1:
@@ -56,6 +57,8 @@ class OptimConfig:
     max_grad_norm: float = 0.5
 
     def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"optim.warmup_steps={self.warmup_steps} must not be negative")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ValueError(f"optim.schedule={self.schedule} is not one of cosine, linear, constant")
 
@@ -94,8 +97,20 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for key, allowed in {
             "precision": ("bf16", "fp32"),
+            "device": ("auto", "cpu", "cuda"),
             "resume": ("auto", "never"),
             "wandb": ("disabled", "offline", "online"),
         }.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} is not one of {', '.join(allowed)}")
+        for key in (
+            "epochs",
+            "pack_tokens",
+            "packs_per_step",
+            "validate_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "log_every",
+        ):
+            if getattr(self, key) < 1:
+                raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 1")

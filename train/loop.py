@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -83,6 +84,24 @@ class Window:
         }
 
 
+def start_accelerator(device: str) -> Accelerator:
+    """accelerate's view of the processes; CPU means gloo, on every machine.
+
+    Raises:
+        Refused: a device that is not there, a backend that this trainer does not drive, or a launcher whose
+            processes do not know of one another (each would train alone on all of the data).
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused("trainer.device=cuda, but there is no CUDA device here; use trainer.device=auto")
+    accelerator = Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise Refused(f"launched as {accelerator.distributed_type.value}; this trainer runs as one process or with DDP")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise Refused(f"{started} processes were started, but accelerate sees {accelerator.num_processes}")
+    return accelerator
+
+
 class Trainer:
     """One run of training over a feature store."""
 
@@ -101,7 +120,7 @@ class Trainer:
     ) -> None:
         self.store, self.optim, self.settings, self.directory, self.name = store, optim, trainer, directory, name
         self.tied_to = describe(target)
-        self.accelerator = Accelerator(cpu=trainer.device == "cpu")
+        self.accelerator = start_accelerator(trainer.device)
         everything = range(len(store.documents))
         self.validation = [i for i in everything if held_out(store.documents[i].id, validation_share)]
         self.training = sorted(set(everything) - set(self.validation))
@@ -158,9 +177,10 @@ class Trainer:
         manifest = self.directory / "manifest.json"
         if not manifest.exists():
             return False
-        if read_json(manifest)["identity"] != self.identity:
+        found = read_json(manifest)
+        if found.get("identity") != self.identity:
             raise Refused(f"{self.directory} was trained with other settings or data; delete it or choose another name")
-        return True
+        return all((self.directory / path / "state.json").exists() for path in found["checkpoints"].values())
 
     def run(self) -> None:
         """Train to the end, from the newest checkpoint if there is one.
@@ -187,14 +207,14 @@ class Trainer:
                 bar.advance(progress.step, line)
                 if journal is not None and line is not None:
                     journal.write(line)
-                if last or (not leave and progress.step % self.settings.validate_every == 0):
+                if last or progress.step % self.settings.validate_every == 0:
                     self._validate(progress, journal)
                 elif leave or progress.step % self.settings.checkpoint_every == 0:
                     self._save(progress)
                 if leave and not last:
                     if journal is not None:
                         journal.close()
-                    log.info("asked to stop: step %d is saved; run again to go on", progress.step)
+                        log.info("asked to stop: step %d is saved; run again to go on", progress.step)
                     sys.exit(PREEMPTED)
         if journal is not None:
             journal.close()
@@ -318,5 +338,5 @@ class Trainer:
     def _save(self, progress: resume.Progress) -> None:
         if self.accelerator.is_main_process:
             resume.save(self.checkpoints, self.head, self.optimizer, progress, self.tied_to)
-            resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress.best_step)
+            resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress)
         self.accelerator.wait_for_everyone()

@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 from rich.progress import TaskID, TextColumn
 
 from models.artefact import replacing, write_bytes
+from models.errors import Refused
 from train.config import TrainerConfig
 from train.resume import Progress as ProgressState
 
@@ -72,14 +73,18 @@ class Journal:
             import wandb
 
             os.environ.setdefault("WANDB_SILENT", "true")
-            self.wandb = wandb.init(
-                project=settings.wandb_project,
-                name=run,
-                id=progress.run_id,
-                resume="allow" if progress.run_id else None,
-                mode="online" if settings.wandb == "online" else "offline",
-                dir=str(path.parent),
-            )
+            try:
+                self.wandb = wandb.init(
+                    project=settings.wandb_project,
+                    name=run,
+                    id=progress.run_id,
+                    resume="allow" if progress.run_id else None,
+                    mode="online" if settings.wandb == "online" else "offline",
+                    dir=str(path.parent),
+                )
+            except wandb.errors.Error as error:
+                reason = str(error).splitlines()[0]
+                raise Refused(f"trainer.wandb={settings.wandb}: {reason}; try trainer.wandb=offline") from None
             progress.run_id = self.wandb.id
             # wandb's own step only grows; a resumed run goes back, so the charts hang on ours.
             self.wandb.define_metric("step")
@@ -90,7 +95,11 @@ class Journal:
         self.handle.write(json.dumps(values) + "\n")
         self.handle.flush()
         if self.wandb is not None:
-            self.wandb.log({key: value for key, value in values.items() if not isinstance(value, list)})
+            flat = {key: value for key, value in values.items() if not isinstance(value, list)}
+            for key, value in values.items():
+                if isinstance(value, list):
+                    flat |= {f"{key}/{k}": each for k, each in enumerate(value) if each is not None}
+            self.wandb.log(flat)
 
     def close(self) -> None:
         """Flush everything."""

@@ -70,12 +70,13 @@ def save(root: Path, head: Eagle3Head, optimizer: Optimizer, progress: Progress,
     return path
 
 
-def prune(root: Path, keep: int, best_step: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one."""
-    found = checkpoints(root)
-    for directory in found[: max(0, len(found) - keep)]:
-        if step_of(directory) != best_step:
-            shutil.rmtree(directory)
+def prune(root: Path, keep: int, progress: Progress) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one, and what a killed run left half written."""
+    good = [directory for directory in checkpoints(root) if step_of(directory) <= progress.step]
+    kept = {*good[-keep:], *(directory for directory in good if step_of(directory) == progress.best_step)}
+    for directory in [*root.glob("step-*"), *root.glob(".step-*.tmp")]:
+        if directory not in kept:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def restore(root: Path, head: Eagle3Head, optimizer: Optimizer, identity: str) -> Progress | None:
@@ -89,13 +90,12 @@ def restore(root: Path, head: Eagle3Head, optimizer: Optimizer, identity: str) -
     candidates = [d for d in root.glob("step-*") if step_of(d) >= 0] if root.exists() else []
     for directory in sorted(candidates, key=step_of, reverse=True):
         try:
-            state = read_json(directory / "state.json")
+            progress = Progress(**read_json(directory / "state.json"))
             saved, _ = load_head(directory)
             tensors = load_file(directory / "optimizer.safetensors")
-        except (OSError, Refused, SafetensorError) as error:
+        except (OSError, Refused, SafetensorError, TypeError) as error:
             log.warning("checkpoint %s is not complete (%s); trying the one before", directory, error)
             continue
-        progress = Progress(**state)
         if progress.identity != identity:
             raise Refused(
                 f"{root} was trained with other settings or data; choose another name=..., or delete {root.parent}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 
 import pytest
@@ -50,3 +51,15 @@ def test_torn_json_is_refused_by_name_and_fingerprints_ignore_order(tmp_path):
     with pytest.raises(Refused, match="torn.json is not valid JSON"):
         read_json(tmp_path / "torn.json")
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1, "b": 3})
+
+
+def test_what_the_disk_refuses_is_told_with_its_number_when_tensors_are_written(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a full disk, near enough: EFBIG for ENOSPC
+    try:
+        with pytest.raises(OSError) as caught:
+            write_tensors(tmp_path / "t.safetensors", {"a": torch.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == []

@@ -13,7 +13,7 @@ from models.eagle3 import Eagle3Config, Eagle3Head, initialise
 from models.target import aux_layers, describe_target
 from serve_eval.decoder import HeadRunner, RaggedCache, decode
 from serve_eval.prompts import Prompt
-from serve_eval.reference import acceptance, best_k
+from serve_eval.reference import acceptance, best_k, rounds_within
 from train.config import ObjectiveConfig
 from train.objective import Objective
 from train.packs import Pack
@@ -148,3 +148,11 @@ def test_best_k_weighs_acceptance_against_cost():
     verify = [10.0, 10.5, 11.0, 11.5]
     assert best_k([0.5, 0.05, 0.01], verify, [2.0, 4.0, 6.0]) == 1
     assert best_k([0.9, 0.85, 0.8], verify, [1.0, 2.0, 3.0]) == 3
+
+
+def test_the_rounds_of_a_shorter_answer_are_the_first_of_a_longer_ones(parts):
+    prompts = prompts_of([4, 8])
+    long = decode(parts.model, prompts, stop=set(), max_new_tokens=14, head=parts.head, k=3)
+    for limit in range(1, 15):
+        short = decode(parts.model, prompts, stop=set(), max_new_tokens=limit, head=parts.head, k=3)
+        assert [rounds_within(a.accepted, limit) for a in long] == [a.accepted for a in short]

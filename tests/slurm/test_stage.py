@@ -61,26 +61,22 @@ def option(command: list[str], name: str) -> str:
 def test_b45_processes_meet_at_the_first_host_of_the_allocation(tmp_path: Path, nodes: int) -> None:
     for node in range(nodes):
         command = render(tmp_path, stage="train", nodes=nodes, job=101, node=node, gpus=4)
-        assert option(command, "main_process_ip") == "node7"
-        assert option(command, "num_machines") == str(nodes)
-        assert option(command, "machine_rank") == str(node)
-        assert option(command, "num_processes") == str(4 * nodes)
+        assert option(command, "master_addr") == "node7"
+        assert option(command, "nnodes") == str(nodes)
+        assert option(command, "node_rank") == str(node)
+        assert option(command, "nproc_per_node") == "4"
         assert command[-4:] == ["-m", "train", "experiment=demo", "name=two words"]
 
 
 def test_b45_jobs_that_share_a_node_do_not_share_a_port(tmp_path: Path) -> None:
-    ports = {
-        option(render(tmp_path, stage="train", nodes=1, job=job, node=0), "main_process_port") for job in (101, 102)
-    }
+    ports = {option(render(tmp_path, stage="train", nodes=1, job=job, node=0), "master_port") for job in (101, 102)}
     assert len(ports) == 2
     assert all(1024 < int(port) < 65536 for port in ports)
 
 
-def test_training_uses_the_gpus_only_where_there_are_any(tmp_path: Path) -> None:
-    assert "--cpu" in render(tmp_path, stage="train", nodes=2, job=5, node=0)
-    on_gpus = render(tmp_path, stage="train", nodes=2, job=5, node=0, gpus=1)
-    assert "--cpu" not in on_gpus
-    assert "--multi_gpu" in on_gpus
+def test_training_starts_a_process_per_gpu_and_one_where_there_is_none(tmp_path: Path) -> None:
+    assert option(render(tmp_path, stage="train", nodes=2, job=5, node=0), "nproc_per_node") == "1"
+    assert option(render(tmp_path, stage="train", nodes=2, job=5, node=0, gpus=8), "nproc_per_node") == "8"
 
 
 def test_other_stages_are_one_process(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def overrides(target: Path, conversations: Path, root: Path) -> list[str]:
         "trainer.pack_tokens=128",
         "trainer.packs_per_step=2",
         "trainer.precision=fp32",
-        "trainer.device=cpu",
         "trainer.validate_every=8",
         "trainer.checkpoint_every=4",
         "trainer.log_every=1",
