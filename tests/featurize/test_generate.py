@@ -85,7 +85,8 @@ def test_every_slot_is_filled_by_the_target_and_packed(
 ) -> None:
     assert fill_and_pack(config, str(tiny_target_dir))
     rows = packed(config)
-    assert [row["id"] for row in rows] == sorted(slot.id for slot in plan_slots(config))
+    wanted = sorted((slot.id.rpartition("-")[2], slot.id) for slot in plan_slots(config))
+    assert [row["id"] for row in rows] == [name for _, name in wanted]
     assert sum(row["route"] == "chat" for row in rows) == 8
     prompts = [body["prompt"] for path, body in server.requests if path == "/v1/completions"]
     assert set(prompts) == {"<|im_start|>user\n", "<|im_start|>user\nWrite", "<|im_start|>user\nExplain"}
