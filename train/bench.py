@@ -126,7 +126,7 @@ def synthetic_pack(shapes: Shapes, cell: Cell, everywhere: bool) -> Pack:
         tokens_T=torch.randint(0, shapes.vocabulary, (tokens,)),
         starts_T=torch.arange(tokens) // length * length,
         aux_TAP=torch.randn(tokens, 3, shapes.hidden, dtype=torch.bfloat16),
-        final_FP=torch.randn(int(needed_T.sum()), shapes.hidden, dtype=torch.bfloat16),
+        final_FP=torch.randn(tokens, shapes.hidden, dtype=torch.bfloat16)[needed_T],
         teacher_T=torch.where(needed_T, needed_T.cumsum(0) - 1, -1),
         spans=spans,
         documents=[],
@@ -192,7 +192,7 @@ class Bench:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         fuse = tokens * len(config.aux_layers) * config.target_hidden_size * hidden
-        total = 2 * fuse  # aux planes need no gradient
+        total = 2.0 * fuse  # aux planes need no gradient
         key_value = 2 * hidden * 2 * keys
         layer = 2 * hidden * queries + queries * hidden + 3 * hidden * config.intermediate_size
         total += 3 * tokens * key_value
