@@ -14,14 +14,15 @@ heads, E head size, D draft vocabulary, S own steps so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from models.attention import attend, blocks_of
+from models.attention import attend
 from models.config import DraftConfig
 from models.errors import Refused
 from models.rope import Rope, rotate, standardised
@@ -29,6 +30,13 @@ from models.target import Target
 
 SELF_SCORE = 8.0
 """Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
+
+
+KEPT_POSITIONS = 8192
+"""Of packs up to this length, step 0 is stored for backward; of longer ones it is computed in chunks, and again."""
+
+KEPT_ROWS = 16384
+"""Steps of up to so many rows are stored for backward; larger ones are computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +241,7 @@ class Eagle3Head(nn.Module):
         rows: Sequence[torch.Tensor],
         embedding_VH: torch.Tensor,
     ) -> list[Step]:
-        """Draft len(rows) steps for the given rows, with the true tokens fed in (training-time test).
+        """Draft a step for each of `rows` that is not empty, with the true tokens fed in (training-time test).
 
         Step 0 computes keys and values for every position of the pack and all else only for its rows;
         rows of step k + 1 must be a subset of those of step k (design, definitions 2 to 5).
@@ -245,34 +253,70 @@ class Eagle3Head(nn.Module):
             rows: per step int64 pack positions, ascending.
             embedding_VH: the target's frozen embedding.
         """
-        layer = self.midlayer
-        rows_R = rows[0]
-        feature_TH = self.fuse(aux_TAP)
+        rows = [rows_R for rows_R in rows if rows_R.numel()]
+        if not rows:
+            return []
         following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
-        wide_T = layer.wide(nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype), feature_TH)
-        cos, sin = self.rope.table(torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T, wide_T.dtype)
-        k_TGE, v_TGE = layer.self_attn.key_value(wide_T, (cos, sin))
-        query = layer.self_attn.query(wide_T[rows_R], (cos[rows_R], sin[rows_R]))
-        none = k_TGE.new_empty(rows_R.numel(), 0, *k_TGE.shape[1:])
-        own_k, own_v, feature_RH = none, none, feature_TH[rows_R]
+        places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
+        keep = tokens_T.numel() <= KEPT_POSITIONS
+        chunks = [
+            _run(self._prefix, embedding_VH, *chunk, keep=keep)
+            for chunk in zip(*(each.split(KEPT_POSITIONS) for each in (following_T, aux_TAP, places_T)), strict=True)
+        ]
+        feature_TH, *prefix = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*chunks, strict=True))
+        rows_R, feature_RH = rows[0], feature_TH[rows[0]]
+        own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
         steps = []
         for step, now_R in enumerate(rows):
-            if step > 0:
-                if now_R.numel() != rows_R.numel():
-                    kept = torch.searchsorted(rows_R, now_R)
-                    feature_RH, own_k, own_v = feature_RH[kept], own_k[kept], own_v[kept]
-                    rows_R = now_R
-                fed = nn.functional.embedding(tokens_T[rows_R + 1 + step], embedding_VH)
-                wide_R = layer.wide(fed.to(feature_RH.dtype), feature_RH)
-                rope = self.rope.table(rows_R - starts_T[rows_R] + step, wide_R.dtype)
-                key, value = layer.self_attn.key_value(wide_R, rope)
-                own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
-                query = layer.self_attn.query(wide_R, rope)
-            blocks = blocks_of(rows_R, starts_T[rows_R])
-            hidden_RH = layer.finish(feature_RH, attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, blocks))
+            if now_R.numel() != rows_R.numel():
+                kept = torch.searchsorted(rows_R, now_R)
+                rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
+            starts_R, fed_R = starts_T[rows_R], tokens_T[rows_R + 1 + step]
+            inputs = (step, embedding_VH, rows_R, starts_R, fed_R, feature_RH, *prefix, own_k, own_v)
+            hidden_RH, own_k, own_v = _run(self._step, *inputs, keep=rows_R.numel() <= KEPT_ROWS)
             steps.append(Step(rows_R, self.norm(hidden_RH)))
             feature_RH = self.feedback(hidden_RH)
         return steps
+
+    def _prefix(
+        self, embedding_VH: torch.Tensor, following_T: torch.Tensor, aux_TAP: torch.Tensor, places_T: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Features [T, H], step-0 keys and values [T, G, E] of some positions, `places_T` within their documents."""
+        feature_TH = self.fuse(aux_TAP)
+        embedded_TH = nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype)
+        wide_T = self.midlayer.wide(embedded_TH, feature_TH)
+        return feature_TH, *self.midlayer.self_attn.key_value(wide_T, self.rope.table(places_T, wide_T.dtype))
+
+    def _step(
+        self,
+        step: int,
+        embedding_VH: torch.Tensor,
+        rows_R: torch.Tensor,
+        starts_R: torch.Tensor,
+        fed_R: torch.Tensor,
+        feature_RH: torch.Tensor,
+        k_TGE: torch.Tensor,
+        v_TGE: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Pre-norm outputs [R, H] of rows fed `fed_R`, and their own keys and values, this step's included."""
+        layer = self.midlayer
+        wide_R = layer.wide(nn.functional.embedding(fed_R, embedding_VH).to(feature_RH.dtype), feature_RH)
+        rope = self.rope.table(rows_R - starts_R + step, wide_R.dtype)
+        if step > 0:  # at step 0 they are among those of all positions
+            key, value = layer.self_attn.key_value(wide_R, rope)
+            own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
+        query = layer.self_attn.query(wide_R, rope)
+        attended = attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, starts_R)
+        return layer.finish(feature_RH, attended), own_k, own_v
+
+
+def _run(function: Callable[..., Any], *inputs: Any, keep: bool) -> Any:
+    """`function(*inputs)`; without `keep`, what it computes on the way is computed again in backward, not stored."""
+    if keep:
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> None:
