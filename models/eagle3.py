@@ -32,11 +32,8 @@ SELF_SCORE = 8.0
 """Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
 
 
-KEPT_POSITIONS = 8192
-"""Of packs up to this length, step 0 is stored for backward; of longer ones it is computed in chunks, and again."""
-
-KEPT_ROWS = 16384
-"""Steps of up to so many rows are stored for backward; larger ones are computed again."""
+CHUNK = 16384
+"""Positions, and rows of an unroll step, that are worked on at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,12 +255,7 @@ class Eagle3Head(nn.Module):
             return []
         following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
         places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
-        keep = tokens_T.numel() <= KEPT_POSITIONS
-        chunks = [
-            _run(self._prefix, embedding_VH, *chunk, keep=keep)
-            for chunk in zip(*(each.split(KEPT_POSITIONS) for each in (following_T, aux_TAP, places_T)), strict=True)
-        ]
-        feature_TH, *prefix = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*chunks, strict=True))
+        feature_TH, *prefix = _in_chunks(self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
         rows_R, feature_RH = rows[0], feature_TH[rows[0]]
         own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
         steps = []
@@ -271,11 +263,9 @@ class Eagle3Head(nn.Module):
             if now_R.numel() != rows_R.numel():
                 kept = torch.searchsorted(rows_R, now_R)
                 rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
-            starts_R, fed_R = starts_T[rows_R], tokens_T[rows_R + 1 + step]
-            inputs = (step, embedding_VH, rows_R, starts_R, fed_R, feature_RH, *prefix, own_k, own_v)
-            hidden_RH, own_k, own_v = _run(self._step, *inputs, keep=rows_R.numel() <= KEPT_ROWS)
-            steps.append(Step(rows_R, self.norm(hidden_RH)))
-            feature_RH = self.feedback(hidden_RH)
+            each_row = (rows_R, starts_T[rows_R], tokens_T[rows_R + 1 + step], feature_RH, own_k, own_v)
+            feature_RH, hidden_RH, own_k, own_v = _in_chunks(self._step, (step, embedding_VH, *prefix), each_row)
+            steps.append(Step(rows_R, hidden_RH))
         return steps
 
     def _prefix(
@@ -291,16 +281,16 @@ class Eagle3Head(nn.Module):
         self,
         step: int,
         embedding_VH: torch.Tensor,
+        k_TGE: torch.Tensor,
+        v_TGE: torch.Tensor,
         rows_R: torch.Tensor,
         starts_R: torch.Tensor,
         fed_R: torch.Tensor,
         feature_RH: torch.Tensor,
-        k_TGE: torch.Tensor,
-        v_TGE: torch.Tensor,
         own_k: torch.Tensor,
         own_v: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Pre-norm outputs [R, H] of rows fed `fed_R`, and their own keys and values, this step's included."""
+        """Some rows at a step: their next features, post-norm outputs [R, H], and own keys and values so far."""
         layer = self.midlayer
         wide_R = layer.wide(nn.functional.embedding(fed_R, embedding_VH).to(feature_RH.dtype), feature_RH)
         rope = self.rope.table(rows_R - starts_R + step, wide_R.dtype)
@@ -309,14 +299,23 @@ class Eagle3Head(nn.Module):
             own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
         query = layer.self_attn.query(wide_R, rope)
         attended = attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, starts_R)
-        return layer.finish(feature_RH, attended), own_k, own_v
+        output_RH = layer.finish(feature_RH, attended)
+        return self.feedback(output_RH), self.norm(output_RH), own_k, own_v
 
 
-def _run(function: Callable[..., Any], *inputs: Any, keep: bool) -> Any:
-    """`function(*inputs)`; without `keep`, what it computes on the way is computed again in backward, not stored."""
-    if keep:
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+def _in_chunks(
+    function: Callable[..., tuple[torch.Tensor, ...]], shared: tuple[Any, ...], each_row: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """`function(*shared, *each_row)`, whose rows do not depend on one another, at most CHUNK rows at a time.
+
+    One chunk is stored for backward as usual. Of several, each is computed again when backward comes to it, so
+    that a pack far longer than usual takes more time instead of memory that is not there.
+    """
+    chunks = list(zip(*(tensor.split(CHUNK) for tensor in each_row), strict=True))
+    if len(chunks) == 1:
+        return function(*shared, *each_row)
+    done = [checkpoint(function, *shared, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
 
 
 def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> None:
