@@ -50,6 +50,6 @@ def test_autocast_does_not_reach_the_scores():
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = attend(*inputs, rows_R, starts_T[rows_R])
+            out = attend(*(*inputs, rows_R, starts_T[rows_R]))
         results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), inputs)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -37,15 +37,15 @@ def starts_of(lengths: list[int]) -> torch.Tensor:
     return torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
 
 
-def leaves(rows: int, positions: int, heads: int, groups: int, size: int, own: int, dtype=torch.float64):
+def leaves(rows: int, positions: int, heads: int, groups: int, size: int, own: int, dtype=torch.float64) -> Any:
     """Random queries, keys, values, own keys and own values."""
     shapes = (rows, heads, size), (positions, groups, size), (positions, groups, size)
     own_shape = (rows, own, groups, size)
     return [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in (*shapes, own_shape, own_shape)]
 
 
-def assert_equal_to_oracle(inputs: list[torch.Tensor], rows_R: torch.Tensor, starts_R: torch.Tensor, rtol: float):
-    got, wanted = flex.attend(*inputs, rows_R, starts_R), attend_oracle(*inputs, rows_R, starts_R)
+def assert_equal_to_oracle(inputs, rows_R: torch.Tensor, starts_R: torch.Tensor, rtol: float):
+    got, wanted = flex.attend(*(*inputs, rows_R, starts_R)), attend_oracle(*(*inputs, rows_R, starts_R))
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol)
     weight, used = torch.randn_like(wanted), inputs if inputs[3].numel() else inputs[:3]
     gradients = zip(torch.autograd.grad(got, used, weight), torch.autograd.grad(wanted, used, weight), strict=True)
@@ -67,7 +67,7 @@ def test_equals_the_dense_oracle_in_fp64(on_cpu, own, heads, groups, size):
         assert_equal_to_oracle(inputs, rows_R, starts_T[rows_R], 1e-11)
 
 
-def listed(count: torch.Tensor, order: torch.Tensor, columns: int) -> torch.Tensor:
+def listed(count: Any, order: Any, columns: int) -> torch.Tensor:
     """The boolean matrix that one pair of a BlockMask's tensors stands for; its indices must ascend."""
     matrix = torch.zeros(count.shape[-1], columns, dtype=torch.bool)
     for line, (n, indices) in enumerate(zip(count[0, 0].tolist(), order[0, 0].tolist(), strict=True)):
@@ -119,7 +119,7 @@ def test_the_block_mask_of_random_packs_is_that_of_the_dense_mask():
 
 def assert_blocks(rows_R: torch.Tensor, starts_T: torch.Tensor) -> None:
     starts_R, positions = starts_T[rows_R], len(starts_T)
-    mask = block_mask(rows_R, starts_R, positions)
+    mask: Any = block_mask(rows_R, starts_R, positions)
     some, full = brute_force(rows_R, starts_R, positions)
     lines, columns = mask.kv_num_blocks.shape[-1], mask.q_num_blocks.shape[-1]
     pad = torch.nn.ZeroPad2d((0, columns - some.shape[1], 0, lines - some.shape[0]))
@@ -137,7 +137,8 @@ class Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements, self.waits = 0, []
+        self.elements = 0
+        self.waits: list[Any] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -160,7 +161,7 @@ def test_making_the_block_mask_takes_a_number_per_row_position_and_pair_of_block
 def test_rows_and_packs_of_all_sizes_share_three_compilations(on_cpu, monkeypatch):
     compiled = []
 
-    def counting(graph: Any, inputs: Any) -> Any:
+    def counting(graph: Any, inputs) -> Any:
         compiled.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
@@ -186,7 +187,7 @@ def test_bf16_is_close_to_the_oracle_and_keeps_scores_in_fp32(on_cpu):
     inputs = leaves(len(rows_R), 240, 4, 2, 32, 3, torch.bfloat16)
     exact = [each.detach().float().requires_grad_() for each in inputs]
     got, wanted = (
-        function(*each, rows_R, starts_T[rows_R])
+        function(*(*each, rows_R, starts_T[rows_R]))
         for function, each in ((flex.attend, inputs), (attend_oracle, exact))
     )
     assert got.dtype == torch.bfloat16

@@ -57,7 +57,7 @@ class Attention(torch.autograd.Function):
     """Nothing but the memory of `models.flex.attend`: output, log-sum-exp, and the output merged with own keys."""
 
     @staticmethod
-    def forward(ctx: Any, q_RNE, *keys_and_values):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, q_RNE: torch.Tensor, *keys_and_values: torch.Tensor) -> torch.Tensor:
         out_RNE, lse_RN = torch.empty_like(q_RNE), q_RNE.new_empty(q_RNE.shape[:2], dtype=torch.float32)
         merged_RNE = torch.empty_like(q_RNE)
         ctx.save_for_backward(q_RNE, *keys_and_values, out_RNE, lse_RN, merged_RNE)
