@@ -60,9 +60,12 @@ def block_mask(rows_R: torch.Tensor, starts_R: torch.Tensor, positions: int) -> 
 
 
 def _listed(blocks_QK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's form of a boolean matrix: per line the number of true columns, and these first, ascending."""
+    """FlexAttention's form of a boolean matrix: per line the number of true columns, and these first, ascending.
+
+    Its kernels take each line for contiguous, whatever the strides say.
+    """
     columns_QK = blocks_QK.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    return blocks_QK.sum(-1, dtype=torch.int32)[None, None], columns_QK.int()[None, None]
+    return blocks_QK.sum(-1, dtype=torch.int32)[None, None], columns_QK.int().contiguous()[None, None]
 
 
 class _MergeOwn(torch.autograd.Function):

@@ -68,7 +68,12 @@ def test_equals_the_dense_oracle_in_fp64(on_cpu, own, heads, groups, size):
 
 
 def listed(count: Any, order: Any, columns: int) -> torch.Tensor:
-    """The boolean matrix that one pair of a BlockMask's tensors stands for; its indices must ascend."""
+    """The boolean matrix that one pair of a BlockMask's tensors stands for; its indices must ascend.
+
+    The kernels read both as contiguous memory; nothing checks it for them.
+    """
+    assert count.is_contiguous() and order.is_contiguous()
+    assert count.dtype == order.dtype == torch.int32
     matrix = torch.zeros(count.shape[-1], columns, dtype=torch.bool)
     for line, (n, indices) in enumerate(zip(count[0, 0].tolist(), order[0, 0].tolist(), strict=True)):
         assert indices[:n] == sorted(set(indices[:n]))
