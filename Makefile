@@ -36,7 +36,7 @@ endef
 
 FORCE:
 
-.PHONY: FORCE help demo env vllm-env test lint test-engine test-slurm conversations clean
+.PHONY: FORCE help demo env vllm-env test lint test-engine test-slurm gpu-check conversations clean
 
 help:  ## this list
 	@echo 'make TARGET   (PYTHON=$(PYTHON) TORCH=$(TORCH) VLLM="$(VLLM)" EXTRAS=$(EXTRAS))'
@@ -69,7 +69,7 @@ vllm-env: .venv-vllm/.ready  ## .venv-vllm: vLLM, in an environment of its own
 	  >>.venv-vllm.log 2>&1;; esac
 	@touch $@
 
-test: env  ## the test suite, but for what needs vLLM or Slurm
+test: env  ## the test suite, but for what needs vLLM, Slurm or a GPU
 	@$(PY) -m pytest -q
 
 lint: env  ## ruff and mypy
@@ -90,6 +90,13 @@ test-slurm: env  ## tests on a real Slurm on this machine (as root; installs it 
 	    { echo "make: apt-get failed: $$(tail -n 1 .slurm-install.log) (log: .slurm-install.log)" >&2; exit 2; }; \
 	fi
 	@$(PY) -m pytest -q -m slurm
+
+gpu-check: env  ## equality tests on a GPU, then the benchmark at 8B shapes (under 5 minutes)
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo "make: gpu-check needs a CUDA device, and torch $$($(PY) -c 'import torch; print(torch.__version__)') sees none here" >&2; \
+	  exit 2; }
+	@$(PY) -m pytest -q -s -m gpu
+	@$(PY) -m train.bench --shapes 8b --device cuda
 
 # How data/demo/conversations.jsonl.gz was made (hours on two cores). Stopped, it goes on where it was.
 conversations: env vllm-env  ## make the demo's conversations again, with the target itself

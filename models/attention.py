@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from models import flex
+
 BLOCK_ROWS = 256
 
 
@@ -126,18 +128,24 @@ def attend(
     own_k_RSGE: torch.Tensor,
     own_v_RSGE: torch.Tensor,
     rows_R: torch.Tensor,
-    blocks: list[Block],
+    starts_R: torch.Tensor,
 ) -> torch.Tensor:
     """Attention output [R, N, E] of rows over step-0 keys <= their position and all their own keys.
+
+    The one place where the device decides: FlexAttention on a GPU, the blocks above elsewhere.
 
     Args:
         q_RNE, k_TGE, v_TGE: queries of the rows, step-0 keys and values of the pack; any float dtype,
             scores and softmax in at least float32.
         own_k_RSGE, own_v_RSGE: keys and values of the rows' own steps 1 .. S (S may be 0).
         rows_R: int64 pack positions of the rows, ascending.
-        blocks: `blocks_of(rows_R, starts_R)`.
+        starts_R: where their documents begin.
     """
-    return _Attend.apply(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, blocks)
+    with torch.autocast(q_RNE.device.type, enabled=False):  # it would make scores bf16 again, in forward only
+        if q_RNE.is_cuda:
+            return flex.attend(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, starts_R)
+        blocks = blocks_of(rows_R, starts_R)
+        return _Attend.apply(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, blocks)
 
 
 def attend_oracle(
@@ -153,7 +161,7 @@ def attend_oracle(
     repeat = q_RNE.shape[1] // k_TGE.shape[1]
     k, v = k_TGE.repeat_interleave(repeat, 1), v_TGE.repeat_interleave(repeat, 1)
     own_k, own_v = own_k_RSGE.repeat_interleave(repeat, 2), own_v_RSGE.repeat_interleave(repeat, 2)
-    keys_T = torch.arange(k_TGE.shape[0])
+    keys_T = torch.arange(k_TGE.shape[0], device=rows_R.device)
     visible_RT = (keys_T <= rows_R[:, None]) & (keys_T >= starts_R[:, None])
     prefix = torch.einsum("rne,tne->rnt", q_RNE, k).masked_fill(~visible_RT[:, None], float("-inf"))
     scores = torch.cat((prefix, torch.einsum("rne,rsne->rns", q_RNE, own_k)), -1) * q_RNE.shape[-1] ** -0.5

@@ -14,14 +14,15 @@ heads, E head size, D draft vocabulary, S own steps so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from models.attention import attend, blocks_of
+from models.attention import attend
 from models.config import DraftConfig
 from models.errors import Refused
 from models.rope import Rope, rotate, standardised
@@ -29,6 +30,10 @@ from models.target import Target
 
 SELF_SCORE = 8.0
 """Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
+
+
+CHUNK = 16384
+"""Positions, and rows of an unroll step, that are worked on at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +240,7 @@ class Eagle3Head(nn.Module):
         rows: Sequence[torch.Tensor],
         embedding_VH: torch.Tensor,
     ) -> list[Step]:
-        """Draft len(rows) steps for the given rows, with the true tokens fed in (training-time test).
+        """Draft a step for each of `rows` that is not empty, with the true tokens fed in (training-time test).
 
         Step 0 computes keys and values for every position of the pack and all else only for its rows;
         rows of step k + 1 must be a subset of those of step k (design, definitions 2 to 5).
@@ -247,34 +252,72 @@ class Eagle3Head(nn.Module):
             rows: per step int64 pack positions, ascending.
             embedding_VH: the target's frozen embedding.
         """
-        layer = self.midlayer
-        rows_R = rows[0]
-        feature_TH = self.fuse(aux_TAP)
+        rows = [rows_R for rows_R in rows if rows_R.numel()]
+        if not rows:
+            return []
         following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
-        wide_T = layer.wide(nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype), feature_TH)
-        cos, sin = self.rope.table(torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T, wide_T.dtype)
-        k_TGE, v_TGE = layer.self_attn.key_value(wide_T, (cos, sin))
-        query = layer.self_attn.query(wide_T[rows_R], (cos[rows_R], sin[rows_R]))
-        none = k_TGE.new_empty(rows_R.numel(), 0, *k_TGE.shape[1:])
-        own_k, own_v, feature_RH = none, none, feature_TH[rows_R]
+        places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
+        feature_TH, *prefix = _in_chunks(self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
+        rows_R, feature_RH = rows[0], feature_TH[rows[0]]
+        own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
         steps = []
         for step, now_R in enumerate(rows):
-            if step > 0:
-                if now_R.numel() != rows_R.numel():
-                    kept = torch.searchsorted(rows_R, now_R)
-                    feature_RH, own_k, own_v = feature_RH[kept], own_k[kept], own_v[kept]
-                    rows_R = now_R
-                fed = nn.functional.embedding(tokens_T[rows_R + 1 + step], embedding_VH)
-                wide_R = layer.wide(fed.to(feature_RH.dtype), feature_RH)
-                rope = self.rope.table(rows_R - starts_T[rows_R] + step, wide_R.dtype)
-                key, value = layer.self_attn.key_value(wide_R, rope)
-                own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
-                query = layer.self_attn.query(wide_R, rope)
-            blocks = blocks_of(rows_R, starts_T[rows_R])
-            hidden_RH = layer.finish(feature_RH, attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, blocks))
-            steps.append(Step(rows_R, self.norm(hidden_RH)))
-            feature_RH = self.feedback(hidden_RH)
+            if now_R.numel() != rows_R.numel():
+                kept = torch.searchsorted(rows_R, now_R)
+                rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
+            each_row = (rows_R, starts_T[rows_R], tokens_T[rows_R + 1 + step], feature_RH, own_k, own_v)
+            feature_RH, hidden_RH, own_k, own_v = _in_chunks(self._step, (step, embedding_VH, *prefix), each_row)
+            steps.append(Step(rows_R, hidden_RH))
         return steps
+
+    def _prefix(
+        self, embedding_VH: torch.Tensor, following_T: torch.Tensor, aux_TAP: torch.Tensor, places_T: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Features [T, H], step-0 keys and values [T, G, E] of some positions, `places_T` within their documents."""
+        feature_TH = self.fuse(aux_TAP)
+        embedded_TH = nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype)
+        wide_T = self.midlayer.wide(embedded_TH, feature_TH)
+        return feature_TH, *self.midlayer.self_attn.key_value(wide_T, self.rope.table(places_T, wide_T.dtype))
+
+    def _step(
+        self,
+        step: int,
+        embedding_VH: torch.Tensor,
+        k_TGE: torch.Tensor,
+        v_TGE: torch.Tensor,
+        rows_R: torch.Tensor,
+        starts_R: torch.Tensor,
+        fed_R: torch.Tensor,
+        feature_RH: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Some rows at a step: their next features, post-norm outputs [R, H], and own keys and values so far."""
+        layer = self.midlayer
+        wide_R = layer.wide(nn.functional.embedding(fed_R, embedding_VH).to(feature_RH.dtype), feature_RH)
+        rope = self.rope.table(rows_R - starts_R + step, wide_R.dtype)
+        if step > 0:  # at step 0 they are among those of all positions
+            key, value = layer.self_attn.key_value(wide_R, rope)
+            own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
+        query = layer.self_attn.query(wide_R, rope)
+        attended = attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, starts_R)
+        output_RH = layer.finish(feature_RH, attended)
+        return self.feedback(output_RH), self.norm(output_RH), own_k, own_v
+
+
+def _in_chunks(
+    function: Callable[..., tuple[torch.Tensor, ...]], shared: tuple[Any, ...], each_row: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """`function(*shared, *each_row)`, whose rows do not depend on one another, at most CHUNK rows at a time.
+
+    One chunk is stored for backward as usual. Of several, each is computed again when backward comes to it, so
+    that a pack far longer than usual takes more time instead of memory that is not there.
+    """
+    chunks = list(zip(*(tensor.split(CHUNK) for tensor in each_row), strict=True))
+    if len(chunks) == 1:
+        return function(*shared, *each_row)
+    done = [checkpoint(function, *shared, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
 
 
 def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ def test_equals_the_dense_oracle_in_fp64(own_steps, heads, groups, size, monkeyp
     q, k, v = leaf(rows, heads, size), leaf(positions, groups, size), leaf(positions, groups, size)
     own_k, own_v = leaf(rows, own_steps, groups, size), leaf(rows, own_steps, groups, size)
     inputs = (q, k, v, own_k, own_v)
-    fast = attend(q, k, v, own_k, own_v, rows_R, blocks_of(rows_R, starts_T[rows_R]))
+    fast = attend(q, k, v, own_k, own_v, rows_R, starts_T[rows_R])
     slow = attend_oracle(q, k, v, own_k, own_v, rows_R, starts_T[rows_R])
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(slow)
@@ -40,3 +40,16 @@ def test_blocks_stay_within_documents_and_see_no_key_after_their_last_row():
     rows_R = torch.tensor([1, 3, 5, 7])
     blocks = blocks_of(rows_R, starts_T[rows_R])
     assert [(b.first, b.last, b.start, b.stop) for b in blocks] == [(0, 2, 0, 4), (2, 4, 5, 8)]
+
+
+def test_autocast_does_not_reach_the_scores():
+    torch.manual_seed(0)
+    starts_T, rows_R = torch.tensor([0] * 40 + [40] * 30), torch.arange(1, 70, 2)
+    shapes = (35, 4, 16), (70, 2, 16), (70, 2, 16), (35, 3, 2, 16), (35, 3, 2, 16)
+    inputs = [(3 * torch.randn(shape)).bfloat16().requires_grad_() for shape in shapes]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = attend(*(*inputs, rows_R, starts_T[rows_R]))
+        results.append([out, *torch.autograd.grad(out.float().pow(2).sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

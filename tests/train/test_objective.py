@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from models import eagle3
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.rope import rotate
 from train import losses
@@ -166,6 +167,20 @@ def test_b17_unrolled_loss_and_gradients_equal_drafting_one_token_at_a_time(chan
     got = torch.autograd.grad(outcome.loss, parameters)
     for a, b in zip(got, torch.autograd.grad(wanted, parameters), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+def test_what_is_computed_in_chunks_and_again_in_backward_gives_the_same_loss_and_gradients(monkeypatch):
+    torch.manual_seed(1)
+    objective = make_objective(random_head(norm_output=True))
+    pack = random_pack(DOCUMENTS)
+    counts = [float(row_count(pack.spans, k)) for k in range(4)]
+    results = []
+    for chunk in (100, 3):
+        monkeypatch.setattr(eagle3, "CHUNK", chunk)
+        loss = objective(pack, counts, seed=0).loss
+        results.append([loss, *torch.autograd.grad(loss, list(objective.head.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_b19_packed_and_separate_documents_give_the_same_loss_and_gradients():
