@@ -86,7 +86,6 @@ class Objective(nn.Module):
             seed: for `row_share`; a function of the pack's place in the plan, not of the process.
         """
         steps = self.unroll(pack, seed) if pack is not None else []
-        steps = [step for step in steps if step.rows_R.numel()]
         if pack is None or not steps:
             zero = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros(()))
             return Outcome(zero, torch.zeros(self.settings.unroll_steps), [])
