@@ -18,6 +18,7 @@ import importlib.util
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -70,6 +71,11 @@ def start(trainer: TrainerConfig, optim: OptimConfig) -> Accelerator:
             f"trainer.strategy={strategy} shares the weights among processes, and this is the only one; start it with "
             "torchrun --nproc_per_node=N or accelerate launch --num_processes N, or use trainer.strategy=ddp"
         )
+    if strategy != "ddp" and optim.muon_lr is not None:
+        raise Refused(
+            f"optim.muon_lr={optim.muon_lr} works on whole matrices, which trainer.strategy={strategy} cuts up; "
+            "use trainer.strategy=ddp or optim.muon_lr=null"
+        )
     if strategy != "ddp" and trainer.device == "cpu" and cuda:
         raise Refused(f"trainer.device=cpu with trainer.strategy={strategy}: hide the GPUs, CUDA_VISIBLE_DEVICES=''")
     launched = _launched_for()
@@ -80,8 +86,8 @@ def start(trainer: TrainerConfig, optim: OptimConfig) -> Accelerator:
     if zero and importlib.util.find_spec("deepspeed") is None:
         raise Refused(f"trainer.strategy={strategy} needs DeepSpeed; pip install deepspeed, or use fsdp2")
     cpu = trainer.device == "cpu" or not cuda
-    if zero and cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if zero:
+        _quiet_deepspeed(cpu)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # with cpu=True accelerate trains with DDP and says nothing
         mixed_precision="no",  # the objective's own autocast; masters stay fp32
@@ -105,6 +111,18 @@ def _launched_for() -> str | None:
     if _flag("ACCELERATE_USE_DEEPSPEED"):
         return f"zero{os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
     return "fsdp" if _flag("ACCELERATE_USE_FSDP") else None
+
+
+def _quiet_deepspeed(cpu: bool) -> None:
+    """Import DeepSpeed so that it neither talks nor compiles."""
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, r"torch\.distributed|deepspeed")
+    import deepspeed.ops
+
+    if cpu:
+        # It would take minutes and a compiler to build an all-reduce that only its inference uses.
+        vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def _deepspeed(stage: int, optim: OptimConfig) -> DeepSpeedPlugin:
@@ -163,6 +181,36 @@ class Unit(nn.Module):
         return self.outcome.loss + 0 * anchor
 
 
+class _AtOnce(torch.autograd.Function):
+    """A loss whose gradients are formed in forward and reach all parameters from one node, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Callable[[], torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            value = loss()
+        ctx.save_for_backward(*torch.autograd.grad(value, parameters))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *(gradient * grads[0] for gradient in ctx.saved_tensors)
+
+
+class _OrderedUnit(Unit):
+    """A unit whose gradients arrive in the same order whatever the pack.
+
+    ZeRO-2 and ZeRO-3 put gradients into buckets as they arrive and add buckets up over processes. A process whose
+    pack supervises nothing has another graph, hence another order: sizes would differ, or sums would be wrong.
+    """
+
+    def forward(self, anchor: torch.Tensor, pack: Pack | None, counts: Sequence[float], seed: int) -> torch.Tensor:
+        def loss() -> torch.Tensor:
+            self.outcome = self.objective(pack, counts, seed)
+            return self.outcome.loss
+
+        return _AtOnce.apply(loss, *self.objective.head.parameters()) + 0 * anchor
+
+
 class Ranks:
     """One process, or DDP: every process holds all weights. The base of the strategies that shard them.
 
@@ -184,11 +232,11 @@ class Ranks:
             saved: replaces the head's values, whatever strategy and number of processes wrote it.
 
         Raises:
-            Refused: the optimizer cannot be sharded so, or the checkpoint lacks the state of a parameter.
+            Refused: the checkpoint lacks the optimizer's state of a parameter.
         """
         self.accelerator, self.strategy, self.objective, self.optim = accelerator, strategy, objective, optim
         self.world = accelerator.num_processes
-        self.unit = Unit(objective)
+        self.unit = self._unit(objective)
         self.model: Any = self.unit
         if saved is not None:
             objective.head.load_state_dict(saved.trained or saved.weights)
@@ -201,11 +249,13 @@ class Ranks:
             for name, value in self.average.values.items():
                 value.copy_(self._cut(name, saved.weights[name]))
 
+    _unit: type[Unit] = Unit
+
     def _wrap(self) -> None:
         self.optimizer = Optimizer(self.objective.head, self.optim)
         if self.world > 1:
             device = [self.accelerator.device.index] if self.accelerator.device.type == "cuda" else None
-            self.model = nn.parallel.DistributedDataParallel(self.unit, device, broadcast_buffers=False)
+            self.model = nn.parallel.DistributedDataParallel(self.unit, device, forward_sync_buffers=False)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -334,11 +384,11 @@ class _Fsdp2(Ranks):
 class _Zero(Ranks):
     """DeepSpeed: ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 the weights as well."""
 
+    _unit = _OrderedUnit
+
     def _wrap(self) -> None:
         import deepspeed
 
-        if self.optim.muon_lr is not None:
-            raise Refused("optim.muon_lr needs whole matrices, which ZeRO cuts up; use trainer.strategy=ddp or fsdp2")
         plugin = self.accelerator.state.deepspeed_plugin
         largest = max(parameter.numel() for parameter in self.parameters.values())
         plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = largest
@@ -362,9 +412,9 @@ class _Zero(Ranks):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters(list(self.parameters.values()), enabled=self.stage == 3):
+        with deepspeed.zero.GatheredParameters(list(self.parameters.values()), enabled=self.stage == 3):
             yield
 
     def _pieces(self) -> dict[str, torch.Tensor]:
