@@ -18,6 +18,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 
+from models.errors import Refused
 from tests.train.test_objective import make_objective, random_head, random_pack
 from train import ranks, resume
 from train.config import OptimConfig, TrainerConfig
@@ -112,6 +113,23 @@ def main(output: Path, strategies: list[str]) -> None:
         write(shared, go_on(shared, SAVED, STEPS), output / f"{before}-{strategy}")
     shared = start("ddp", MUON, 1)
     write(shared, go_on(shared, 0, STEPS), output / "muon")
+    save_file({"left": torch.tensor(fail(shared))}, output / f"failed.{shared.accelerator.process_index}.safetensors")
+
+
+def fail(shared: ranks.Ranks) -> int:
+    """How this process leaves when the main one fails: 1 by the error itself, otherwise the exit code."""
+
+    def work() -> None:
+        raise Refused("no space")
+
+    try:
+        ranks.first(shared.accelerator, work)
+    except Refused:
+        return 1
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from models.errors import Refused
-from tests.train import processes, shared_steps
+from tests.train import runs, shared_steps
 from train import ranks
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import Average
@@ -28,7 +28,7 @@ def trained(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("shared")
     two = ["tests.train.shared_steps", str(root / "two"), *STRATEGIES]
     one = ["tests.train.shared_steps", str(root / "one"), "ddp"]
-    processes.finish([*processes.start(two, two), *processes.start(one)])
+    runs.finish([*runs.start(two, two), *runs.start(one)])
     return root
 
 
@@ -76,6 +76,10 @@ def test_a_process_holds_its_share_only(trained, strategy):
         own_weights, own_state = read(trained, f"two/{strategy}", process)["held"].tolist()
         assert own_state < 0.55 * state
         assert own_weights < 0.55 * weights if strategy in ("fsdp2", "zero3") else own_weights == weights
+
+
+def test_when_the_first_process_fails_the_others_leave_quietly(trained):
+    assert [read(trained, "two/failed", process)["left"].item() for process in (0, 1)] == [1, 2]
 
 
 def test_muon_trains_on_two_processes_as_on_one(trained):
