@@ -21,7 +21,7 @@ def test_compiled_parts_give_the_same_outputs_and_gradients():
         for name in ("midlayer.mlp", "norm"):
             wanted, got = (head.get_submodule(name) for head in (plain, fused))
             torch.testing.assert_close(got(x), wanted(x))
-            gradients = [torch.autograd.grad(part(x).square().sum(), part.parameters()) for part in (wanted, got)]
+            gradients = [torch.autograd.grad(part(x).square().sum(), list(part.parameters())) for part in (wanted, got)]
             for a, b in zip(*gradients, strict=True):
                 torch.testing.assert_close(b, a)
     assert fused.state_dict().keys() == plain.state_dict().keys()
