@@ -183,6 +183,7 @@ class Trainer:
                     if journal is not None:
                         journal.close()
                         log.info("asked to stop: step %d is saved; run again to go on", progress.step)
+                    self.accelerator.end_training()
                     sys.exit(PREEMPTED)
         if journal is not None:
             journal.close()
@@ -199,6 +200,7 @@ class Trainer:
             }
             write_json(self.directory / "manifest.json", summary)
         self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
     def _start(self) -> resume.Progress:
         """Load the newest checkpoint, if there is one, and share the head among the processes."""
