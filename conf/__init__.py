@@ -95,14 +95,20 @@ def _first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _save(run: Run, stage: str) -> None:
-    """Keep the resolved configuration with the run; values that look like credentials are masked."""
+def resolved(run: Run) -> dict[str, Any]:
+    """The whole configuration as plain values, to be kept with an output; what looks like a credential is masked."""
     values = OmegaConf.to_container(OmegaConf.structured(run), resolve=True)
     assert isinstance(values, dict)
     engine = values["engine"]
     engine["environment"] = masked_variables(engine["environment"])
     engine["arguments"] = masked_arguments(engine["arguments"])
-    write_bytes(run.directory / "config" / f"{stage}.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+    return {str(key): value for key, value in values.items()}
+
+
+def _save(run: Run, stage: str) -> None:
+    """Keep the resolved configuration with the run."""
+    text = OmegaConf.to_yaml(OmegaConf.create(resolved(run)))
+    write_bytes(run.directory / "config" / f"{stage}.yaml", text.encode())
 
 
 def _record_seconds(run: Run, stage: str, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ def describe(target: Target) -> dict[str, str]:
     return {"config_hash": target.config_hash, "weights_hash": target.weights_hash}
 
 
-def save_head(directory: Path, head: Eagle3Head, target: dict[str, str]) -> None:
-    """Write head.safetensors and head.json into an existing directory."""
-    tensors = dict(head.state_dict())
+def save_head(
+    directory: Path, head: Eagle3Head, target: dict[str, str], weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write head.safetensors and head.json into an existing directory.
+
+    Args:
+        weights: by parameter name, where they are not the head's own (a sharded head, say).
+    """
+    tensors = dict(head.state_dict() if weights is None else weights)
     if head.reduced:
         tensors["d2t"], _ = maps(head.ids_D.cpu(), head.config.vocab_size)
     write_tensors(directory / "head.safetensors", tensors)

@@ -228,6 +228,16 @@ class Eagle3Head(nn.Module):
         wide = aux_TAP.flatten(-2)
         return self.input_norm(wide) if self.config.norm_before_fc else wide
 
+    def compile_parts(self) -> None:
+        """Fuse what is elementwise and reads memory more often than it computes: the norms and the gated MLP.
+
+        The rest is large products and an attention of its own. Row counts change with every pack, so shapes are
+        symbolic. Parameter names stay as they are.
+        """
+        for module in self.modules():
+            if isinstance(module, RMSNorm | MLP):
+                module.compile(dynamic=True)
+
     def feedback(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """What the next step takes as its feature, from this step's pre-norm output."""
         return self.norm(hidden_RH) if self.config.norm_output else hidden_RH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conf import Run, stage
+from conf import Run, resolved, stage
 
 
 def main(run: Run) -> bool:
@@ -26,6 +26,7 @@ def main(run: Run) -> bool:
         validation_share=run.data.validation_share,
         directory=run.directory / "train",
         name=run.name,
+        resolved=resolved(run),
     )
     if trainer.finished():
         return False

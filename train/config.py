@@ -48,9 +48,12 @@ class OptimConfig:
     Attributes:
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon for the matrices of fc and the layer; null trains all with AdamW.
-        schedule: "cosine", "linear" or "constant", after the warm-up, down to `final_share` of the peak.
+        schedule: "cosine", "linear", "constant" or "wsd" (at the peak until the last `decay_share` of the
+            steps, then linear), after the warm-up, down to `final_share` of the peak.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: clip by global norm; 0 switches it off.
+        ema_decay: per optimizer step, of an average of the weights that is then what is validated, chosen and
+            exported; null trains without one.
     """
 
     lr: float = 1e-4
@@ -59,14 +62,20 @@ class OptimConfig:
     weight_decay: float = 0.0
     schedule: str = "cosine"
     final_share: float = 0.0
+    decay_share: float = 0.2
     warmup_steps: int = 100
     max_grad_norm: float = 0.5
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"optim.warmup_steps={self.warmup_steps} must not be negative")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ValueError(f"optim.schedule={self.schedule} is not one of cosine, linear, constant")
+        if self.schedule not in ("cosine", "linear", "constant", "wsd"):
+            raise ValueError(f"optim.schedule={self.schedule} is not one of cosine, linear, constant, wsd")
+        if not 0 < self.decay_share <= 1:
+            raise ValueError(f"optim.decay_share={self.decay_share} is not in (0, 1]")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"optim.ema_decay={self.ema_decay} is not between 0 and 1; null switches it off")
 
 
 @dataclass
@@ -77,8 +86,11 @@ class TrainerConfig:
         epochs: passes over the training documents.
         pack_tokens: documents are laid end to end up to this many tokens.
         packs_per_step: packs of one optimizer step, over all processes.
+        strategy: how processes share the step: "ddp" (every one holds all weights; also for one process),
+            "fsdp2", or DeepSpeed's "zero1", "zero2", "zero3". A run may go on with another.
         precision: "bf16" (autocast, fp32 master weights) or "fp32".
         device: "auto", "cpu" or "cuda".
+        compile: fuse the head's norms and MLP with torch.compile; worth it on GPUs.
         validate_every, checkpoint_every: in optimizer steps; both also happen at the end.
         keep_checkpoints: newest ones kept; the best by simulated acceptance length is always kept.
         resume: "auto" continues from the newest complete checkpoint; "never" refuses to touch one.
@@ -89,8 +101,10 @@ class TrainerConfig:
     epochs: int = 1
     pack_tokens: int = 4096
     packs_per_step: int = 1
+    strategy: str = "ddp"
     precision: str = "bf16"
     device: str = "auto"
+    compile: bool = False
     seed: int = 0
     validate_every: int = 500
     checkpoint_every: int = 500
@@ -102,6 +116,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for key, allowed in {
+            "strategy": ("ddp", "fsdp2", "zero1", "zero2", "zero3"),
             "precision": ("bf16", "fp32"),
             "device": ("auto", "cpu", "cuda"),
             "resume": ("auto", "never"),

@@ -7,10 +7,8 @@ loss is already divided by the step's global row counts, so gradients add up to 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from featurize.store import FeatureStore
 from models.artefact import fingerprint, read_json, write_json
@@ -28,11 +25,11 @@ from models.eagle3 import Eagle3Config, Eagle3Head, initialise
 from models.errors import Refused
 from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
-from train import resume
+from train import ranks, resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
-from train.measure import Journal, Progress, draw_curves
+from train.measure import Journal, Progress, draw_curves, peak_memory
 from train.objective import Objective, Outcome, judge
-from train.optimizer import Optimizer
+from train.optimizer import schedule
 from train.packs import Pack, build_pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
 from train.signals import PREEMPTED, StopRequest
 from train.start import STEPS, fit_start, rows_wanted
@@ -45,15 +42,6 @@ SAMPLE = 64
 
 StepPacks = list[list[int]]
 """Packs of one optimizer step, over all processes: lists of document indices."""
-
-
-def schedule(optim: OptimConfig, step: int, total: int) -> float:
-    """Factor on the peak learning rates at optimizer step `step` (0-based) out of `total`."""
-    if step < optim.warmup_steps:
-        return (step + 1) / optim.warmup_steps
-    done = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
-    return optim.final_share + (1 - optim.final_share) * shape
 
 
 def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -85,24 +73,6 @@ class Window:
         }
 
 
-def start_accelerator(device: str) -> Accelerator:
-    """accelerate's view of the processes; CPU means gloo, on every machine.
-
-    Raises:
-        Refused: a device that is not there, a backend that this trainer does not drive, or a launcher whose
-            processes do not know of one another (each would train alone on all of the data).
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refused("trainer.device=cuda, but there is no CUDA device here; use trainer.device=auto")
-    accelerator = Accelerator(cpu=device == "cpu" or not torch.cuda.is_available())
-    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise Refused(f"launched as {accelerator.distributed_type.value}; this trainer runs as one process or with DDP")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != started:
-        raise Refused(f"{started} processes were started, but accelerate sees {accelerator.num_processes}")
-    return accelerator
-
-
 class Trainer:
     """One run of training over a feature store."""
 
@@ -118,10 +88,12 @@ class Trainer:
         validation_share: float,
         directory: Path,
         name: str,
+        resolved: dict[str, Any],
     ) -> None:
         self.store, self.optim, self.settings, self.directory, self.name = store, optim, trainer, directory, name
         self.tied_to = describe(target)
-        self.accelerator = start_accelerator(trainer.device)
+        self.about = {"features": store.contract.to_json(), "config": resolved}
+        self.accelerator = ranks.start(trainer, optim)
         everything = range(len(store.documents))
         self.validation = [i for i in everything if held_out(store.documents[i].id, validation_share)]
         self.training = sorted(set(everything) - set(self.validation))
@@ -136,13 +108,8 @@ class Trainer:
         self.head = Eagle3Head(config, ids)
         initialise(self.head, target, torch.cat([store.read(i).aux for i in self.training[:SAMPLE]]))
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
-        if not resume.checkpoints(self.checkpoints):
-            fit_start(self.objective, self._first_packs)
-        self.optimizer = Optimizer(self.head, optim)
-        self.model: Any = self.objective
-        if self.accelerator.num_processes > 1:
-            device_ids = [self.accelerator.local_process_index] if self.accelerator.device.type == "cuda" else None
-            self.model = torch.nn.parallel.DistributedDataParallel(self.objective, device_ids, broadcast_buffers=False)
+        if trainer.compile:
+            self.head.compile_parts()
         self.identity = fingerprint(
             {
                 "objective": asdict(objective),
@@ -160,6 +127,13 @@ class Trainer:
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.directory / "checkpoints"
+
+    def _fit(self) -> None:
+        """Fit the start values on the main process, for all."""
+        ranks.first(self.accelerator, lambda: fit_start(self.objective, self._first_packs))
+        if self.accelerator.num_processes > 1:
+            for parameter in self.head.parameters():
+                torch.distributed.broadcast(parameter.data, 0)
 
     def _first_packs(self) -> Iterator[Pack]:
         """The first packs of training, as many as the start values are fitted to."""
@@ -205,9 +179,8 @@ class Trainer:
         stop = StopRequest()
         progress = self._start()
         total = len(self.plan)
-        journal = None
-        if self.accelerator.is_main_process:
-            journal = Journal(self.directory / "metrics.jsonl", self.settings, self.name, progress)
+        journal = self._open_journal(progress)
+        if journal is not None:
             log.info(
                 "training on %d documents (%d held out) in %d steps; draft vocabulary covers %.2f %% of their tokens%s",
                 len(self.training), len(self.validation), total, 100 * self.coverage,
@@ -228,6 +201,7 @@ class Trainer:
                     if journal is not None:
                         journal.close()
                         log.info("asked to stop: step %d is saved; run again to go on", progress.step)
+                    self.accelerator.end_training()
                     sys.exit(PREEMPTED)
         if journal is not None:
             journal.close()
@@ -244,12 +218,33 @@ class Trainer:
             }
             write_json(self.directory / "manifest.json", summary)
         self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
     def _start(self) -> resume.Progress:
+        """Load the newest checkpoint, if there is one, and share the head among the processes."""
+        found = ranks.first(self.accelerator, self._find)
+        saved = resume.read(found) if found is not None else None
+        if saved is None:
+            self._fit()
+        self.ranks = ranks.share(self.accelerator, self.settings.strategy, self.objective, self.optim, saved)
+        if saved is None:
+            return resume.Progress(identity=self.identity)
+        here = (self.accelerator.num_processes, self.settings.strategy)
+        if self.accelerator.is_main_process and (saved.processes, saved.strategy) != here:
+            log.info("the checkpoint of %d processes (%s) goes on with %d (%s)", saved.processes, saved.strategy, *here)
+        return saved.progress
+
+    def _find(self) -> Path | None:
         if self.settings.resume == "never" and resume.checkpoints(self.checkpoints):
             raise Refused(f"{self.checkpoints} has checkpoints; set trainer.resume=auto to go on, or another name=...")
-        found = resume.restore(self.checkpoints, self.head, self.optimizer, self.identity)
-        return found or resume.Progress(identity=self.identity)
+        return resume.newest(self.checkpoints, self.identity)
+
+    def _open_journal(self, progress: resume.Progress) -> Journal | None:
+        """The journal on the main process, None on the others; if it cannot be opened, all processes stop."""
+        opened: list[Journal] = []
+        path = self.directory / "metrics.jsonl"
+        ranks.first(self.accelerator, lambda: opened.append(Journal(path, self.settings, self.name, progress)))
+        return opened[0] if opened else None
 
     def _agree(self, asked: bool) -> bool:
         """Whether any process was asked to stop."""
@@ -272,7 +267,7 @@ class Trainer:
     def _steps(self, done: int) -> Iterator[dict[str, Any] | None]:
         """Run the optimizer steps from `done` on; yields a line for the journal when one is due, else None."""
         stream = read_ahead(self.store, [pack for packs in self.plan[done:] for pack in self._mine(packs)])
-        window = Window()
+        window, world = Window(), self.accelerator.num_processes
         for step, packs in enumerate(self.plan[done:], start=done):
             counts, mine = self._counts(packs), len(self._mine(packs))
             sums_K = torch.zeros(self.objective.settings.unroll_steps)
@@ -281,62 +276,60 @@ class Trainer:
                 pack = next(stream)
                 window.waited += time.monotonic() - started
                 pack = pack.to(self.accelerator.device) if pack is not None else None
-                outcome = self._backward(step, index, pack, counts, synchronise=index + 1 == mine)
+                # A function of the pack's place in the plan, whatever the number of processes.
+                place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
+                seed = self.settings.seed * 7_919 + place
+                outcome = self.ranks.backward(pack, counts, seed, last=index + 1 == mine)
                 sums_K += outcome.sums_K.detach().cpu()
             due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
-            accuracy = self._accuracy(pack, outcome) if due else []  # before the weights change
+            figures = self._figures(sums_K, counts, pack, outcome) if due else None  # before the weights change
             lr, norm = self._update(step)
             window.tokens += sum(self.store.documents[index].length for pack in packs for index in pack)
             window.rows += counts[0]
             line = None
-            if due:
-                line = {"step": step + 1, **self._losses(sums_K, counts), "accuracy": accuracy}
-                line |= {"lr": lr, "grad_norm": norm, **window.rates()}
+            if figures is not None:
+                line = {"step": step + 1, **figures, "lr": lr, "grad_norm": norm, **window.rates()}
                 window = Window()
             yield line
 
-    def _backward(
-        self, step: int, index: int, pack: Pack | None, counts: Sequence[float], *, synchronise: bool
-    ) -> Outcome:
-        world = self.accelerator.num_processes
-        with contextlib.nullcontext() if synchronise or world == 1 else self.model.no_sync():
-            place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
-            outcome = self.model(pack, counts, self.settings.seed * 7_919 + place)
-            # DDP averages over processes; the loss is already a share of the global sum.
-            (outcome.loss * world).backward()
-        return outcome
-
     def _update(self, step: int) -> tuple[float, float]:
         """Clip, then step; returns the learning rate and the gradient norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.optim.max_grad_norm or math.inf).item()
-        if not math.isfinite(norm):
-            raise Refused(f"gradients of step {step + 1} are not finite; lower optim.lr or check the features")
         factor = schedule(self.optim, step, len(self.plan))
-        self.optimizer.step(factor)
-        return self.optim.lr * factor, norm
+        return self.optim.lr * factor, self.ranks.update(factor, step + 1)
 
-    def _losses(self, sums_K: torch.Tensor, counts: Sequence[float]) -> dict[str, Any]:
-        """Loss of an optimizer step, whole and per unroll step, over all processes."""
-        if self.accelerator.num_processes > 1:
-            sums_K = self.accelerator.reduce(sums_K.to(self.accelerator.device), "sum").cpu()
+    def _figures(
+        self, sums_K: torch.Tensor, counts: Sequence[float], pack: Pack | None, outcome: Outcome
+    ) -> dict[str, Any]:
+        """An optimizer step over all processes: losses, and greedy hits on each one's last pack.
+
+        Accuracy is None where no row is supervised; memory is the largest of any process, in bytes.
+        """
         settings = self.objective.settings
-        per_step = [total / settings.row_share**k / counts[k] for k, total in enumerate(sums_K.tolist())]
-        return {"loss": sum(loss * settings.decay**k for k, loss in enumerate(per_step)), "loss_per_step": per_step}
-
-    def _accuracy(self, pack: Pack | None, outcome: Outcome) -> list[float | None]:
-        """Greedy hits per unroll step on this process's last pack; None where it supervises no row."""
-        unknown: list[float | None] = [None] * self.objective.settings.unroll_steps
-        if pack is None or not outcome.steps:
-            return unknown
-        hits_RK, _ = judge(self.objective, pack, outcome.steps)
-        known = [None if math.isnan(share) else share for share in hits_RK.nanmean(0).tolist()]
-        return known + unknown[len(known) :]
+        hits_K, rows_K = torch.zeros(2, settings.unroll_steps)
+        with self.ranks.whole():  # by every process, whether it has rows or not
+            if pack is not None and outcome.steps:
+                hits_RK, _ = judge(self.objective, pack, outcome.steps)
+                hits_K[: len(outcome.steps)] = hits_RK.nansum(0)
+                rows_K[: len(outcome.steps)] = (~hits_RK.isnan()).sum(0)
+        memory = torch.tensor([float(peak_memory(self.accelerator.device))])
+        if self.accelerator.num_processes > 1:
+            mine = torch.cat((sums_K, hits_K, rows_K, memory))[None].to(self.accelerator.device)
+            sums, hits, rows, memory = self.accelerator.gather(mine).cpu().split([*[settings.unroll_steps] * 3, 1], 1)
+            sums_K, hits_K, rows_K = sums.sum(0), hits.sum(0), rows.sum(0)
+        losses = [total / settings.row_share**k / counts[k] for k, total in enumerate(sums_K.tolist())]
+        return {
+            "loss": sum(loss * settings.decay**k for k, loss in enumerate(losses)),
+            "loss_per_step": losses,
+            "accuracy": [hit / n if n else None for hit, n in zip(hits_K.tolist(), rows_K.tolist(), strict=True)],
+            "memory": int(memory.max().item()),
+        }
 
     def _validate(self, progress: resume.Progress, journal: Journal | None) -> None:
         """Validate, and save: the best checkpoint so far must exist."""
         if self.validation:
             packs = plan_packs(self.store.documents, self.validation, self.settings.pack_tokens)
-            verdict = validate(self.objective, self.store, packs, self.accelerator)
+            with self.ranks.judged():
+                verdict = validate(self.objective, self.store, packs, self.accelerator)
             if progress.best_al is None or verdict.greedy > progress.best_al:
                 progress.best_al, progress.best_step = verdict.greedy, progress.step
             if journal is not None:
@@ -349,7 +342,10 @@ class Trainer:
         self._save(progress)
 
     def _save(self, progress: resume.Progress) -> None:
-        if self.accelerator.is_main_process:
-            resume.save(self.checkpoints, self.head, self.optimizer, progress, self.tied_to)
+        checkpoint = self.ranks.checkpoint(progress)
+
+        def write() -> None:
+            resume.save(self.checkpoints, checkpoint, self.head, self.tied_to, self.about)
             resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress)
-        self.accelerator.wait_for_everyone()
+
+        ranks.first(self.accelerator, write)

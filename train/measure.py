@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TaskID, TextColumn
@@ -23,6 +25,13 @@ log = logging.getLogger(__name__)
 
 LINE_SECONDS = 15
 """Between two progress lines where there is no terminal."""
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this process has held so far: of the GPU's memory, or of the machine's on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Progress:
@@ -70,7 +79,13 @@ class Journal:
         self.handle = path.open("a")
         self.wandb: Any = None
         if settings.wandb != "disabled":
-            import wandb
+            try:
+                import wandb
+            except ImportError:
+                raise Refused(
+                    f"trainer.wandb={settings.wandb}, but wandb is not installed; pip install wandb, "
+                    "or use trainer.wandb=disabled"
+                ) from None
 
             os.environ.setdefault("WANDB_SILENT", "true")
             try:

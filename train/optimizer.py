@@ -1,27 +1,51 @@
-"""AdamW for everything, or Muon for the head's own matrices and AdamW for the rest.
+"""AdamW for everything, or Muon for the head's own matrices and AdamW for the rest; schedule and average.
 
 Muon (Jordan et al. 2024, scaled as in arXiv 2502.16982 so that learning rates mean what they mean for AdamW)
 orthogonalises the momentum of a matrix. The output head stays with AdamW: it starts as the target's rows
-and each row is a token of its own. Learning rates are peaks, multiplied by the schedule's factor.
+and each row is a token of its own. Learning rates are peaks, multiplied by the schedule's factor, which is a
+function of the optimizer step alone: no scheduler object, nothing to save, nothing to step twice.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.eagle3 import Eagle3Head
+from models.errors import Refused
 from train.config import OptimConfig
 
 
+def schedule(optim: OptimConfig, step: int, total: int) -> float:
+    """Factor on the peak learning rates at optimizer step `step` (0-based) out of `total`.
+
+    "wsd" (warm-up, stable, decay; arXiv 2404.06395) stays at the peak until the last `decay_share` of the steps.
+    """
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    done = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": min(1.0, (total - step) / max(1.0, optim.decay_share * total)),
+    }[optim.schedule]
+    return optim.final_share + (1 - optim.final_share) * shape
+
+
 class Optimizer:
-    """One or two torch optimizers that step together."""
+    """One or two torch optimizers that step together, over whole or sharded (DTensor) parameters."""
 
     def __init__(self, head: Eagle3Head, settings: OptimConfig) -> None:
-        body = [p for name, p in head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
-        chosen = {id(parameter) for parameter in body} if settings.muon_lr is not None else set()
-        rest = [parameter for parameter in head.parameters() if id(parameter) not in chosen]
+        self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
+        body = [p for p, name in self.names.items() if p.dim() == 2 and not name.startswith("lm_head")]
+        chosen = set(body) if settings.muon_lr is not None else set()
+        rest = [parameter for parameter in self.names if parameter not in chosen]
         self.parts: list[tuple[float, torch.optim.Optimizer]] = [
             (
                 settings.lr,
@@ -36,29 +60,89 @@ class Optimizer:
             )
             self.parts.append((settings.muon_lr, muon))
 
-    def step(self, factor: float) -> None:
-        """Update with every peak learning rate times `factor`, and forget the gradients."""
+    def scale(self, factor: float) -> None:
+        """Set every learning rate to its peak times `factor`."""
         for peak, optimizer in self.parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
+
+    def step(self, factor: float) -> None:
+        """Update with every peak learning rate times `factor`, and forget the gradients."""
+        self.scale(factor)
+        for _, optimizer in self.parts:
             optimizer.step()
             optimizer.zero_grad()
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state, on the CPU, by a name that says where it belongs."""
-        return {
-            f"{part}.{index}.{key}": torch.as_tensor(value).detach().cpu()
-            for part, (_, optimizer) in enumerate(self.parts)
-            for index, values in optimizer.state_dict()["state"].items()
-            for key, value in values.items()
-        }
+    def moments(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Every tensor of the state but step counts: parameter name, key, value (sharded as its parameter is)."""
+        for _, optimizer in self.parts:
+            for parameter, values in optimizer.state.items():
+                for key, value in values.items():
+                    if key != "step":
+                        yield self.names[parameter], key, value
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take back what `state` gave."""
-        for part, (_, optimizer) in enumerate(self.parts):
-            restored: dict[int, dict[str, Any]] = {}
-            for name, value in tensors.items():
-                which, index, key = name.split(".", 2)
-                if int(which) == part:
-                    restored.setdefault(int(index), {})[key] = value
-            optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
+    def load_moments(self, moments: Mapping[str, torch.Tensor], step: int) -> None:
+        """Set the state after `step` updates from whole tensors by "parameter/key".
+
+        Raises:
+            Refused: a parameter has none.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for full_name, value in moments.items():
+            name, _, key = full_name.rpartition("/")
+            found.setdefault(name, {})[key] = value
+        for _, optimizer in self.parts:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self.names[parameter]
+                    if name not in found:
+                        raise Refused(f"the checkpoint has no optimizer state for {name}")
+                    state = {key: _like(parameter, value) for key, value in found[name].items()}
+                    if isinstance(optimizer, torch.optim.AdamW):
+                        state["step"] = torch.tensor(float(step), device=parameter.device)
+                    optimizer.state[parameter] = state
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on a parameter's device, sharded as the parameter is; a copy."""
+    value = value.to(parameter.device, copy=True)
+    if isinstance(parameter, DTensor):
+        # Without the clone the local part is a view that keeps the whole tensor alive.
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
+    return value
+
+
+class Average:
+    """Exponential moving average of the weights, in fp32, of the pieces that this process holds.
+
+    The decay rises to its value with the number of updates, so that a short run is not mostly its start.
+
+    Args:
+        pieces: live tensors of the weights, by name.
+        decay: of one optimizer step.
+    """
+
+    def __init__(self, pieces: dict[str, torch.Tensor], decay: float) -> None:
+        self.pieces, self.decay = pieces, decay
+        self.values = {name: piece.clone() for name, piece in pieces.items()}
+
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step `step` (1-based)."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, piece in self.pieces.items():
+            self.values[name].lerp_(piece, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it the weights are the average."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, piece in self.pieces.items():
+            kept = piece.clone()
+            piece.copy_(self.values[name])
+            self.values[name].copy_(kept)

@@ -1,8 +1,10 @@
 """Checkpoints of a run: complete or ignored, newest found by number, best kept by simulated AL.
 
 A checkpoint is one directory, written under another name and renamed when everything in it is on disk:
-the head in fp32, the optimizer's tensors, and state.json with counters and the identity of the run. What
-determines the data (seed, epoch, step) is in the plan, so there is no random state to carry along.
+the head in fp32 (the average, where there is one), the optimizer's tensors by parameter name, and state.json
+with counters, the identity of the run, what wrote it and its resolved configuration. Tensors are whole, so the
+number of processes and the strategy that go on from it are free. What determines the data (seed, epoch, step)
+is in the plan and every other random number has a seed of its own, so there is no random state to carry along.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -21,9 +25,11 @@ from models.artefact import read_json, replacing_directory, write_json, write_te
 from models.checkpoint import load_head, save_head
 from models.eagle3 import Eagle3Head
 from models.errors import Refused
-from train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
+
+TRAINED = "weight"
+"""Key of a parameter's own weight among the optimizer's tensors, when the head on disk is the average."""
 
 
 @dataclass
@@ -43,6 +49,25 @@ class Progress:
     run_id: str | None = None
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, tensors by parameter name and whole.
+
+    Attributes:
+        weights: fp32 weights of the head that was judged. trained: those that the optimizer moves, where
+            `weights` are their average; None without one.
+        moments: optimizer state by "parameter/key".
+        processes, strategy: what wrote it.
+    """
+
+    progress: Progress
+    weights: Mapping[str, torch.Tensor]
+    trained: Mapping[str, torch.Tensor] | None
+    moments: Mapping[str, torch.Tensor]
+    processes: int
+    strategy: str
+
+
 def name_of(step: int) -> str:
     """Directory name of the checkpoint at an optimizer step."""
     return f"step-{step:07d}"
@@ -60,13 +85,20 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def save(root: Path, head: Eagle3Head, optimizer: Optimizer, progress: Progress, target: Any) -> Path:
-    """Write one checkpoint; it appears whole or not at all."""
-    path = root / name_of(progress.step)
+def save(root: Path, checkpoint: Checkpoint, head: Eagle3Head, target: dict[str, str], about: dict[str, Any]) -> Path:
+    """Write one checkpoint; it appears whole or not at all.
+
+    Args:
+        head: for its configuration and draft vocabulary; the weights are the checkpoint's.
+        about: to be kept with it for people: feature contract, resolved configuration.
+    """
+    path = root / name_of(checkpoint.progress.step)
+    trained = {f"{name}/{TRAINED}": value for name, value in (checkpoint.trained or {}).items()}
     with replacing_directory(path) as temporary:
-        save_head(temporary, head, target)
-        write_tensors(temporary / "optimizer.safetensors", optimizer.state())
-        write_json(temporary / "state.json", asdict(progress))
+        save_head(temporary, head, target, checkpoint.weights)
+        write_tensors(temporary / "optimizer.safetensors", {**checkpoint.moments, **trained})
+        written = {"processes": checkpoint.processes, "strategy": checkpoint.strategy}
+        write_json(temporary / "state.json", {"progress": asdict(checkpoint.progress), **written, **about})
     return path
 
 
@@ -79,8 +111,26 @@ def prune(root: Path, keep: int, progress: Progress) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def restore(root: Path, head: Eagle3Head, optimizer: Optimizer, identity: str) -> Progress | None:
-    """Load the newest complete checkpoint into head and optimizer; None when there is none at all.
+def read(directory: Path) -> Checkpoint:
+    """Read one checkpoint.
+
+    Raises:
+        Refused: something in it is missing or torn.
+    """
+    try:
+        state = read_json(directory / "state.json")
+        progress, processes, strategy = Progress(**state["progress"]), state["processes"], state["strategy"]
+        head, _ = load_head(directory)
+        tensors = load_file(directory / "optimizer.safetensors")
+    except (OSError, Refused, SafetensorError, TypeError, KeyError) as error:
+        raise Refused(f"{directory} is not complete ({error})") from None
+    own = f"/{TRAINED}"
+    trained = {name.removesuffix(own): tensors.pop(name) for name in list(tensors) if name.endswith(own)}
+    return Checkpoint(progress, head.state_dict(), trained or None, tensors, processes, strategy)
+
+
+def newest(root: Path, identity: str) -> Path | None:
+    """The newest complete checkpoint, by number; None when there is none at all.
 
     A torn checkpoint is passed over with a warning for the one before it.
 
@@ -90,19 +140,15 @@ def restore(root: Path, head: Eagle3Head, optimizer: Optimizer, identity: str) -
     candidates = [d for d in root.glob("step-*") if step_of(d) >= 0] if root.exists() else []
     for directory in sorted(candidates, key=step_of, reverse=True):
         try:
-            progress = Progress(**read_json(directory / "state.json"))
-            saved, _ = load_head(directory)
-            tensors = load_file(directory / "optimizer.safetensors")
-        except (OSError, Refused, SafetensorError, TypeError) as error:
-            log.warning("checkpoint %s is not complete (%s); trying the one before", directory, error)
+            found = read(directory)
+        except Refused as error:
+            log.warning("checkpoint %s; trying the one before", error)
             continue
-        if progress.identity != identity:
+        if found.progress.identity != identity:
             raise Refused(
                 f"{root} was trained with other settings or data; choose another name=..., or delete {root.parent}"
             )
-        head.load_state_dict(saved.state_dict())
-        optimizer.load(tensors)
-        return progress
+        return directory
     if candidates:
         raise Refused(f"no checkpoint under {root} is complete; restore one or delete {root.parent} to start again")
     return None

@@ -4,115 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import conf
-import featurize.__main__ as featurize_stage
-import train.__main__ as train_stage
 from models.errors import Refused
+from tests.train.runs import final_head, finish, losses, place, start, train_here, wait_for
 from train.measure import Journal
 from train.resume import checkpoints
 from train.signals import PREEMPTED
-
-ROOT = Path(__file__).parents[2]
-
-
-def overrides(target: Path, conversations: Path, root: Path) -> list[str]:
-    return [
-        "name=run",
-        f"root={root}",
-        f"target.path={target}",
-        "target.dtype=float32",
-        "target.aux_layers=[2,4,5]",
-        f"data.conversations=[{conversations}]",
-        "data.validation_share=0.15",
-        "draft.vocab_size=128",
-        "objective.unroll_steps=3",
-        "objective.row_share=0.8",
-        "optim.lr=1e-3",
-        "optim.muon_lr=1e-3",
-        "optim.warmup_steps=2",
-        "trainer.epochs=2",
-        "trainer.pack_tokens=128",
-        "trainer.packs_per_step=2",
-        "trainer.precision=fp32",
-        "trainer.validate_every=8",
-        "trainer.checkpoint_every=4",
-        "trainer.log_every=1",
-        "trainer.keep_checkpoints=2",
-    ]
-
-
-def start(arguments: list[str], *prefix: str) -> subprocess.Popen[str]:
-    """`python -m train` as a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *prefix, "-m", "train", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def train_here(arguments: list[str]) -> bool:
-    """The train stage in this process, with one thread as in the others: sums must not depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train_stage.main(conf.load(arguments))
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def features(tiny_target_dir, tiny_conversations, tmp_path_factory) -> tuple[Path, list[str]]:
-    root = tmp_path_factory.mktemp("runs")
-    arguments = overrides(tiny_target_dir, tiny_conversations, root)
-    featurize_stage.work(conf.load(arguments))
-    return root / "run" / "features", arguments
-
-
-def place(features: tuple[Path, list[str]], root: Path) -> list[str]:
-    """Arguments of a new run that has these features already."""
-    shutil.copytree(features[0], root / "run" / "features")
-    return [argument if not argument.startswith("root=") else f"root={root}" for argument in features[1]]
-
-
-@pytest.fixture(scope="module")
-def whole(features, tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("whole")
-    assert train_here(place(features, root)) is True
-    return root / "run" / "train"
-
-
-def final_head(train: Path) -> dict[str, torch.Tensor]:
-    manifest = json.loads((train / "manifest.json").read_text())
-    return load_file(train / manifest["checkpoints"]["last"] / "head.safetensors")
-
-
-def losses(train: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in Journal.read(train / "metrics.jsonl") if "loss" in line}
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "it was over before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_training_leaves_metrics_curves_and_checkpoints(whole):
     manifest = json.loads((whole / "manifest.json").read_text())
     lines = Journal.read(whole / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, manifest["steps"] + 1))
+    figures = {"loss", "loss_per_step", "accuracy", "lr", "grad_norm", "tokens_per_s", "rows_per_s", "data_wait"}
+    assert all(line.keys() == {"step", "memory", *figures} for line in lines if "loss" in line)
+    assert all(line["memory"] > 10_000_000 and 0 <= line["data_wait"] <= 1 for line in lines if "loss" in line)
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert manifest["best_al"] == max(line["val_al"] for line in lines if "val_al" in line) >= 1
     assert losses(whole)[manifest["steps"]] < losses(whole)[1]
@@ -123,13 +34,13 @@ def test_training_leaves_metrics_curves_and_checkpoints(whole):
 def test_b25_stopped_then_killed_and_resumed_is_bitwise_the_uninterrupted_run(features, whole, tmp_path, caplog):
     arguments = place(features, tmp_path)
     train = tmp_path / "run" / "train"
-    process = start(arguments)
+    (process,) = start(["train", *arguments])
     wait_for(lambda: losses(train), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == PREEMPTED
     stopped = checkpoints(train / "checkpoints")[-1]
 
-    process = start(arguments)
+    (process,) = start(["train", *arguments])
     wait_for(lambda: checkpoints(train / "checkpoints")[-1] != stopped, process)
     process.kill()
     process.wait()
@@ -147,9 +58,8 @@ def test_b25_stopped_then_killed_and_resumed_is_bitwise_the_uninterrupted_run(fe
 
 
 def test_b16_two_processes_train_as_one_does(features, whole, tmp_path):
-    process = start(place(features, tmp_path), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said[-3000:]
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
+    finish(start([*launch, *place(features, tmp_path)]))
     one, two = losses(whole), losses(tmp_path / "run" / "train")
     assert one.keys() == two.keys()
     assert all(math.isclose(one[step], two[step], rel_tol=1e-4) for step in one)

@@ -1,0 +1,36 @@
+"""The learning rate is a function of the optimizer step alone, of the shape its name says."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.config import OptimConfig
+from train.optimizer import schedule
+
+TOTAL = 100
+
+
+def rates(**settings) -> list[float]:
+    optim = OptimConfig(**{"warmup_steps": 10} | settings)
+    return [schedule(optim, step, TOTAL) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_every_schedule_warms_up_to_its_peak_and_never_rises_again(name):
+    shape = rates(schedule=name)
+    assert shape[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert all(later <= earlier for earlier, later in zip(shape[9:], shape[10:], strict=False))
+    assert shape[-1] == (1.0 if name == "constant" else pytest.approx(0, abs=0.06))
+
+
+def test_wsd_stays_at_the_peak_until_its_last_share_and_ends_at_the_final_one():
+    shape = rates(schedule="wsd", decay_share=0.25, final_share=0.1)
+    assert shape[9:76] == [1.0] * 67
+    assert shape[76] == pytest.approx(1 - 0.9 / 25)
+    assert shape[99] == pytest.approx(0.1 + 0.9 / 25)
+
+
+@pytest.mark.parametrize("wrong", [{"schedule": "step"}, {"decay_share": 0.0}, {"ema_decay": 1.0}])
+def test_an_impossible_setting_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"optim.{next(iter(wrong))}="):
+        OptimConfig(**wrong)
