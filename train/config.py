@@ -71,6 +71,7 @@ class TrainerConfig:
         epochs: passes over the training documents.
         pack_tokens: documents are laid end to end up to this many tokens.
         packs_per_step: packs of one optimizer step, over all processes.
+        read_ahead: packs that each process reads ahead of the one in use, each in a thread and in memory.
         precision: "bf16" (autocast, fp32 master weights) or "fp32".
         device: "auto", "cpu" or "cuda".
         validate_every, checkpoint_every: in optimizer steps; both also happen at the end.
@@ -83,6 +84,7 @@ class TrainerConfig:
     epochs: int = 1
     pack_tokens: int = 4096
     packs_per_step: int = 1
+    read_ahead: int = 2
     precision: str = "bf16"
     device: str = "auto"
     seed: int = 0
@@ -107,6 +109,7 @@ class TrainerConfig:
             "epochs",
             "pack_tokens",
             "packs_per_step",
+            "read_ahead",
             "validate_every",
             "checkpoint_every",
             "keep_checkpoints",

@@ -33,17 +33,16 @@ from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.measure import Journal, Progress, draw_curves
 from train.objective import Objective, Outcome, judge
 from train.optimizer import Optimizer
-from train.packs import Pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
+from train.packs import Pack, read_ahead
+from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import PREEMPTED, StopRequest
+from train.stock import Stock, count_supervised, divide
 from train.validate import validate
 
 log = logging.getLogger(__name__)
 
 SAMPLE = 64
 """Training documents whose planes decide the head's start values."""
-
-StepPacks = list[list[int]]
-"""Packs of one optimizer step, over all processes: lists of document indices."""
 
 
 def schedule(optim: OptimConfig, step: int, total: int) -> float:
@@ -53,16 +52,6 @@ def schedule(optim: OptimConfig, step: int, total: int) -> float:
     done = (step - optim.warmup_steps) / max(1, total - optim.warmup_steps)
     shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
     return optim.final_share + (1 - optim.final_share) * shape
-
-
-def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """How often each target id is a supervised token of these documents, int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for index in indices:
-        tokens = store.read(index).tokens.long()
-        for start, end in store.documents[index].spans:
-            counts += torch.bincount(tokens[start:end], minlength=vocab_size)
-    return counts
 
 
 @dataclass
@@ -121,12 +110,17 @@ class Trainer:
         self.store, self.optim, self.settings, self.directory, self.name = store, optim, trainer, directory, name
         self.tied_to = describe(target)
         self.accelerator = start_accelerator(trainer.device)
-        everything = range(len(store.documents))
-        self.validation = [i for i in everything if held_out(store.documents[i].id, validation_share)]
-        self.training = sorted(set(everything) - set(self.validation))
-        if not self.training:
-            raise Refused(f"all {len(store.documents)} documents are held out; lower data.validation_share")
-        self.plan = [packs for epoch in range(trainer.epochs) for packs in self._epoch(epoch)]
+        self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
+        self.training, self.validation = divide(store.documents, self.corpus, validation_share)
+        self.stock = Stock.take(store, self.corpus, self.training, self.validation)
+        self.plan = Plan(
+            self.corpus,
+            self.training,
+            budget=trainer.pack_tokens,
+            packs_per_step=trainer.packs_per_step,
+            seed=trainer.seed,
+            epochs=trainer.epochs,
+        )
 
         counts = count_supervised(store, self.training, config.vocab_size)
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
@@ -158,16 +152,6 @@ class Trainer:
         """Folder of the run's checkpoints."""
         return self.directory / "checkpoints"
 
-    def _epoch(self, epoch: int) -> list[StepPacks]:
-        return plan_epoch(
-            self.store.documents,
-            self.training,
-            budget=self.settings.pack_tokens,
-            packs_per_step=self.settings.packs_per_step,
-            seed=self.settings.seed,
-            epoch=epoch,
-        )
-
     def finished(self) -> bool:
         """Whether this run has been trained to its end already.
 
@@ -195,10 +179,10 @@ class Trainer:
         journal = None
         if self.accelerator.is_main_process:
             journal = Journal(self.directory / "metrics.jsonl", self.settings, self.name, progress)
+            log.info(self.stock.line())
             log.info(
-                "training on %d documents (%d held out) in %d steps; draft vocabulary covers %.2f %% of their tokens%s",
-                len(self.training), len(self.validation), total, 100 * self.coverage,
-                f"; going on after step {progress.step}" if progress.step else "",
+                "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
+                total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",
             )  # fmt: skip
         with Progress(total, progress.step, shown=self.accelerator.is_main_process) as bar:
             for line in self._steps(progress.step):
@@ -226,7 +210,7 @@ class Trainer:
                 "best_al": progress.best_al,
                 "best_step": progress.best_step,
                 "coverage": self.coverage,
-                "documents": {"training": len(self.training), "validation": len(self.validation)},
+                "data": asdict(self.stock),
                 "checkpoints": {"best": f"checkpoints/{best_name}", "last": f"checkpoints/{last_name}"},
             }
             write_json(self.directory / "manifest.json", summary)
@@ -245,35 +229,39 @@ class Trainer:
         flag = torch.tensor(float(asked), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum").item())
 
-    def _mine(self, packs: StepPacks) -> list[list[int] | None]:
+    def _mine(self, step: int) -> list[PackPlan | None]:
         """This process's packs of one optimizer step, padded so that every process runs as many."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        mine: list[list[int] | None] = list(packs[rank::world])
-        return mine + [None] * (math.ceil(len(packs) / world) - len(mine))
+        return self.plan[step].deal(self.accelerator.num_processes)[self.accelerator.process_index]
 
-    def _counts(self, packs: StepPacks) -> list[float]:
+    def _counts(self, step: int) -> list[float]:
         """Supervised rows per unroll step over all processes, at least 1: an empty step must not divide by 0."""
-        spans = [span for pack in packs for index in pack for span in self.store.documents[index].spans]
-        return [max(1, row_count(spans, k)) for k in range(self.objective.settings.unroll_steps)]
+        return [max(1, rows) for rows in self.plan[step].rows_K]
 
     def _steps(self, done: int) -> Iterator[dict[str, Any] | None]:
         """Run the optimizer steps from `done` on; yields a line for the journal when one is due, else None."""
-        stream = read_ahead(self.store, [pack for packs in self.plan[done:] for pack in self._mine(packs)])
+        coming = (
+            pack.documents if pack is not None else None
+            for step in range(done, len(self.plan))
+            for pack in self._mine(step)
+        )
+        pin = self.accelerator.device.type == "cuda"
+        stream = read_ahead(self.store, coming, self.settings.read_ahead, pin=pin)
         window = Window()
-        for step, packs in enumerate(self.plan[done:], start=done):
-            counts, mine = self._counts(packs), len(self._mine(packs))
+        for step in range(done, len(self.plan)):
+            counts, mine = self._counts(step), self._mine(step)
             sums_K = torch.zeros(self.objective.settings.unroll_steps)
-            for index in range(mine):
+            for index, planned in enumerate(mine):
                 started = time.monotonic()
                 pack = next(stream)
                 window.waited += time.monotonic() - started
                 pack = pack.to(self.accelerator.device) if pack is not None else None
-                outcome = self._backward(step, index, pack, counts, synchronise=index + 1 == mine)
+                place = planned.place if planned is not None else 0
+                outcome = self._backward(place, pack, counts, synchronise=index + 1 == len(mine))
                 sums_K += outcome.sums_K.detach().cpu()
             due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
             accuracy = self._accuracy(pack, outcome) if due else []  # before the weights change
             lr, norm = self._update(step)
-            window.tokens += sum(self.store.documents[index].length for pack in packs for index in pack)
+            window.tokens += self.plan[step].tokens
             window.rows += counts[0]
             line = None
             if due:
@@ -282,12 +270,10 @@ class Trainer:
                 window = Window()
             yield line
 
-    def _backward(
-        self, step: int, index: int, pack: Pack | None, counts: Sequence[float], *, synchronise: bool
-    ) -> Outcome:
+    def _backward(self, place: int, pack: Pack | None, counts: Sequence[float], *, synchronise: bool) -> Outcome:
+        """Add the gradients of one pack; `place` is its number in the plan, whoever computes it."""
         world = self.accelerator.num_processes
         with contextlib.nullcontext() if synchronise or world == 1 else self.model.no_sync():
-            place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
             outcome = self.model(pack, counts, self.settings.seed * 7_919 + place)
             # DDP averages over processes; the loss is already a share of the global sum.
             (outcome.loss * world).backward()
@@ -322,7 +308,7 @@ class Trainer:
     def _validate(self, progress: resume.Progress, journal: Journal | None) -> None:
         """Validate, and save: the best checkpoint so far must exist."""
         if self.validation:
-            packs = plan_packs(self.store.documents, self.validation, self.settings.pack_tokens)
+            packs = plan_packs(self.corpus, self.validation, self.settings.pack_tokens)
             verdict = validate(self.objective, self.store, packs, self.accelerator)
             if progress.best_al is None or verdict.greedy > progress.best_al:
                 progress.best_al, progress.best_step = verdict.greedy, progress.step
