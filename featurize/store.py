@@ -211,6 +211,8 @@ class FeatureStore:
         directory: the store's folder.
         contract: what these features are.
         documents: id, route, length and spans, in stored order.
+        tokens_T: int32, the documents' ids end to end, mapped from the tokenised set: no shard is touched for them.
+        starts_N: int64, where each document begins in `tokens_T`, and the total at the end.
         manifest: manifest.json as read.
     """
 
@@ -218,13 +220,14 @@ class FeatureStore:
         self.directory, self.manifest = directory, manifest
         self.contract = FeatureContract.from_json(manifest["contract"])
         self.documents = tokenised.documents
-        self._tokens_T = tokenised.tokens
+        self.tokens_T = tokenised.tokens
         self._shards = [entry for entry in manifest["files"] if "first" in entry]
         self._firsts = [entry["first"] for entry in self._shards]
         sizes = ((document.length, document.teachers) for document in self.documents)
         flat = np.fromiter((size for pair in sizes for size in pair), np.int64, 2 * len(self.documents))
         # Where each document begins among all tokens and all teacher positions; a shard's own come off when it is read.
         self._begins_N2 = np.concatenate((np.zeros((1, 2), np.int64), flat.reshape(-1, 2).cumsum(0)))
+        self.starts_N = self._begins_N2[:, 0]
         self._mapped: dict[int, dict[str, torch.Tensor]] = {}
         self._locks = [threading.Lock() for _ in self._shards]
 
@@ -279,10 +282,6 @@ class FeatureStore:
                     )
                 self._mapped[shard] = map_tensors(path)
             return self._mapped[shard]
-
-    def tokens(self, index: int) -> torch.Tensor:
-        """Token ids of one document, int32 [T], a view of the tokenised set: no shard is touched."""
-        return self._tokens_T[self._begins_N2[index, 0] : self._begins_N2[index + 1, 0]]
 
     def read(self, index: int) -> DocumentFeatures:
         """Features of one document, as views of a memory map.

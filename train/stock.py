@@ -19,8 +19,8 @@ from featurize.tokenised import Document
 from models.errors import Refused
 from train.plan import Corpus
 
-TOKENS_AT_ONCE = 1 << 22
-"""Supervised tokens that are counted in one go."""
+DOCUMENTS_AT_ONCE = 4096
+"""Documents whose tokens are counted in one go."""
 
 
 def held_out(document_id: str, share: float) -> bool:
@@ -95,15 +95,15 @@ class Stock:
 
 
 def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """How often each target id is a supervised token of these documents, int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    pieces: list[np.ndarray] = []
-    held = 0
-    for place, index in enumerate(indices):
-        tokens = store.tokens(index).numpy()
-        pieces += [tokens[start:end] for start, end in store.documents[index].spans]
-        held += sum(end - start for start, end in store.documents[index].spans)
-        if held >= TOKENS_AT_ONCE or place == len(indices) - 1:
-            counts += torch.from_numpy(np.bincount(np.concatenate(pieces), minlength=vocab_size))
-            pieces, held = [], 0
-    return counts
+    """How often each target id is a supervised token of these documents, int64 [V]; each of them has a span."""
+    documents = store.documents
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    everything_T = store.tokens_T.numpy()
+    for at in range(0, len(indices), DOCUMENTS_AT_ONCE):
+        chosen = sorted(indices[at : at + DOCUMENTS_AT_ONCE])
+        begins = store.starts_N[chosen].tolist()
+        spans = ((begin, span) for begin, index in zip(begins, chosen, strict=True) for span in documents[index].spans)
+        edges = np.array([begin + edge for begin, span in spans for edge in span])
+        supervised = np.repeat(np.arange(len(edges) - 1) % 2 == 0, np.diff(edges))
+        counts_V += np.bincount(everything_T[edges[0] : edges[-1]][supervised], minlength=vocab_size)
+    return torch.from_numpy(counts_V)

@@ -114,7 +114,8 @@ def test_a_shard_is_checked_when_it_is_first_used_once_however_many_threads_want
 
     monkeypatch.setattr(featurize.store, "file_sha256", counted)
     store = FeatureStore.open(run.directory / "features")
-    tokens = [store.tokens(index).clone() for index in range(len(store))]
+    edges = zip(store.starts_N, store.starts_N[1:], strict=False)
+    tokens = [store.tokens_T[start:end].clone() for start, end in edges]
     assert checked == []
     with ThreadPoolExecutor(8) as pool:
         features = list(pool.map(store.read, [*range(len(store))] * 3))

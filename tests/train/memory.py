@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from featurize.store import DocumentFeatures, teacher_positions
@@ -27,21 +28,20 @@ class MemoryStore:
         self.reads: list[int] = []
         self.fails_at: int | None = None
         self.waits_at: dict[int, threading.Event] = {}
+        self.starts_N = np.cumsum([0, *(document.length for document in documents)])
+        self.tokens_T = torch.randint(0, vocab, (int(self.starts_N[-1]),), dtype=torch.int32)
         self._features = [
             DocumentFeatures(
-                torch.randint(0, vocab, (document.length,), dtype=torch.int32),
+                self.tokens_T[start : start + document.length],
                 torch.randn(document.length, 3, hidden, dtype=dtype),
                 torch.randn(document.teachers, hidden, dtype=dtype),
                 teacher_positions(document),
             )
-            for document in documents
+            for start, document in zip(self.starts_N.tolist(), documents, strict=False)
         ]
 
     def __len__(self) -> int:
         return len(self.documents)
-
-    def tokens(self, index: int) -> torch.Tensor:
-        return self._features[index].tokens
 
     def read(self, index: int) -> DocumentFeatures:
         self.reads.append(index)
