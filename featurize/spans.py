@@ -33,10 +33,12 @@ class Rendered:
         ids: token ids.
         spans: half-open ranges of `ids` that the target itself produced, ascending, disjoint, each of
             at least two tokens (a shorter one supervises no row).
+        cut: tokens that the target produced too, but beyond the limit.
     """
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    cut: int
 
 
 class Renderer:
@@ -158,8 +160,13 @@ class Renderer:
             if closing is None:
                 raise Unusable("an answer without an end-of-turn token")
             spans.append((len(prompt), closing if index == conversation.cut else closing + 1))
-        clipped = tuple((start, min(end, max_tokens)) for start, end in spans if min(end, max_tokens) - start >= 2)
+        everything, clipped = (
+            tuple((start, min(end, limit)) for start, end in spans if min(end, limit) - start >= 2)
+            for limit in (len(whole), max_tokens)
+        )
+        if not everything:
+            raise Unusable("no supervised row")
         if not clipped:
-            cut = any(end - start >= 2 for start, end in spans)
-            raise Unusable(f"no supervised row within data.max_tokens={max_tokens}" if cut else "no supervised row")
-        return Rendered(tuple(whole[: clipped[-1][1]]), clipped)
+            raise Unusable(f"no supervised row within data.max_tokens={max_tokens}")
+        cut = sum(end - start for start, end in everything) - sum(end - start for start, end in clipped)
+        return Rendered(tuple(whole[: clipped[-1][1]]), clipped, cut)

@@ -17,11 +17,14 @@ Shape suffixes: T tokens of a document or shard, A aux planes, H hidden, F teach
 from __future__ import annotations
 
 import json
+import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from featurize.contract import FeatureContract
@@ -154,6 +157,7 @@ def write_manifest(
             "teacher_positions": sum(document.teachers for document in tokenised.documents),
             "bytes": sum(entry["size"] for entry in files),
             "refused_conversations": tokenised.refused,
+            "truncated": tokenised.truncated,
         },
         "canary": canary,
         "files": files,
@@ -180,7 +184,8 @@ class DocumentFeatures:
 
 def teacher_positions(document: Document) -> torch.Tensor:
     """Positions of a document whose final plane is stored, int64 [F]."""
-    return torch.cat([torch.arange(start, end - 1) for start, end in document.spans])
+    ranges = [torch.arange(start, end - 1) for start, end in document.spans]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 
 def map_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -200,12 +205,14 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 class FeatureStore:
-    """Features on disk; open with `FeatureStore.open`.
+    """Features on disk; open with `FeatureStore.open`. Any number of threads may read.
 
     Attributes:
         directory: the store's folder.
         contract: what these features are.
         documents: id, route, length and spans, in stored order.
+        tokens_T: int32, the documents' ids end to end, mapped from the tokenised set: no shard is touched for them.
+        starts_N: int64, where each document begins in `tokens_T`, and the total at the end.
         manifest: manifest.json as read.
     """
 
@@ -213,15 +220,16 @@ class FeatureStore:
         self.directory, self.manifest = directory, manifest
         self.contract = FeatureContract.from_json(manifest["contract"])
         self.documents = tokenised.documents
+        self.tokens_T = tokenised.tokens
         self._shards = [entry for entry in manifest["files"] if "first" in entry]
-        self._shard_of = [i for i, entry in enumerate(self._shards) for _ in range(entry["first"], entry["last"])]
-        self._begins: list[tuple[int, int]] = []
-        for entry in self._shards:
-            tokens = teachers = 0
-            for document in self.documents[entry["first"] : entry["last"]]:
-                self._begins.append((tokens, teachers))
-                tokens, teachers = tokens + document.length, teachers + document.teachers
+        self._firsts = [entry["first"] for entry in self._shards]
+        sizes = ((document.length, document.teachers) for document in self.documents)
+        flat = np.fromiter((size for pair in sizes for size in pair), np.int64, 2 * len(self.documents))
+        # Where each document begins among all tokens and all teacher positions; a shard's own come off when it is read.
+        self._begins_N2 = np.concatenate((np.zeros((1, 2), np.int64), flat.reshape(-1, 2).cumsum(0)))
+        self.starts_N = self._begins_N2[:, 0]
         self._mapped: dict[int, dict[str, torch.Tensor]] = {}
+        self._locks = [threading.Lock() for _ in self._shards]
 
     @classmethod
     def open(cls, directory: Path) -> FeatureStore:
@@ -264,13 +272,16 @@ class FeatureStore:
         self.contract.require(target, tuple(aux_layers))
 
     def _map(self, shard: int) -> dict[str, torch.Tensor]:
-        if shard not in self._mapped:
-            entry = self._shards[shard]
-            path = self.directory / entry["file"]
-            if file_sha256(path) != entry["sha256"]:
-                raise Refused(f"{path} is damaged (its SHA-256 differs); delete it and run `python -m featurize` again")
-            self._mapped[shard] = map_tensors(path)
-        return self._mapped[shard]
+        with self._locks[shard]:  # threads that want the same shard wait for one checksum
+            if shard not in self._mapped:
+                entry = self._shards[shard]
+                path = self.directory / entry["file"]
+                if file_sha256(path) != entry["sha256"]:
+                    raise Refused(
+                        f"{path} is damaged (its SHA-256 differs); delete it and run `python -m featurize` again"
+                    )
+                self._mapped[shard] = map_tensors(path)
+            return self._mapped[shard]
 
     def read(self, index: int) -> DocumentFeatures:
         """Features of one document, as views of a memory map.
@@ -278,12 +289,13 @@ class FeatureStore:
         Raises:
             Refused: the shard's checksum is wrong (compared when the shard is first used).
         """
-        document, tensors = self.documents[index], self._map(self._shard_of[index])
-        token, teacher = self._begins[index]
-        rows = slice(token, token + document.length)
+        shard = bisect_right(self._firsts, index) - 1
+        tensors = self._map(shard)
+        edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self._firsts[shard]]
+        (token, teacher), (token_end, teacher_end) = edges_22.tolist()
         return DocumentFeatures(
-            tensors["tokens"][rows],
-            tensors["aux"][rows],
-            tensors["final"][teacher : teacher + document.teachers],
-            teacher_positions(document),
+            tensors["tokens"][token:token_end],
+            tensors["aux"][token:token_end],
+            tensors["final"][teacher:teacher_end],
+            teacher_positions(self.documents[index]),
         )

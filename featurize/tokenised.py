@@ -31,11 +31,11 @@ from models.target import Target
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of the files in a features folder; features of another version are refused, never reinterpreted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """One conversation as token ids; the ids themselves are read when needed.
 
@@ -64,12 +64,14 @@ class TokenisedSet:
         tokens: int32, the documents' ids end to end.
         fingerprint: of the description of everything that went in.
         refused: conversations left out, by reason.
+        truncated: how many `documents` lost `supervised_tokens` at data.max_tokens, and how many tokens.
     """
 
     documents: list[Document]
     tokens: torch.Tensor
     fingerprint: str
     refused: dict[str, int]
+    truncated: dict[str, int]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -152,6 +154,7 @@ def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
     refusals = Refusals()
     documents: list[Document] = []
     pieces: list[torch.Tensor] = []
+    truncated = {"documents": 0, "supervised_tokens": 0}
     for conversation in read_conversations(data.conversations, refusals):
         if data.limit is not None and len(documents) >= data.limit:
             break
@@ -162,13 +165,15 @@ def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
             continue
         documents.append(Document(conversation.id, conversation.route, len(rendered.ids), rendered.spans))
         pieces.append(torch.tensor(rendered.ids, dtype=torch.int32))
+        truncated["documents"] += rendered.cut > 0
+        truncated["supervised_tokens"] += rendered.cut
     for line in refusals.lines():
         log.warning("left out: %s", line)
     if not documents:
         raise Refused(
             f"no document is left to featurize; left out: {'; '.join(refusals.lines()) or 'nothing was read'}"
         )
-    return TokenisedSet(documents, torch.cat(pieces), key, dict(refusals.counts))
+    return TokenisedSet(documents, torch.cat(pieces), key, dict(refusals.counts), truncated)
 
 
 def save(directory: Path, tokenised: TokenisedSet) -> None:
@@ -180,6 +185,7 @@ def save(directory: Path, tokenised: TokenisedSet) -> None:
         "fingerprint": tokenised.fingerprint,
         "sha256": file_sha256(directory / "tokenised.safetensors"),
         "refused": tokenised.refused,
+        "truncated": tokenised.truncated,
         "documents": [[document.id, document.route, document.length] for document in tokenised.documents],
     }
     write_bytes(directory / "tokenised.json", (json.dumps(value, ensure_ascii=False) + "\n").encode())
@@ -201,7 +207,7 @@ def load(directory: Path) -> TokenisedSet | None:
         Document(identity, route, length, tuple(own))
         for (identity, route, length), own in zip(value["documents"], spans, strict=True)
     ]
-    return TokenisedSet(documents, tensors["tokens"], value["fingerprint"], value["refused"])
+    return TokenisedSet(documents, tensors["tokens"], value["fingerprint"], value["refused"], value["truncated"])
 
 
 def load_or_tokenise(

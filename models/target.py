@@ -97,10 +97,14 @@ class Target:
         with self._open(self._files[name]) as handle:
             return handle.get_tensor(name)
 
+    def _text_names(self, ending: str) -> list[str]:
+        """Tensors with this ending that belong to the language model itself, not to another module beside it."""
+        others = ("mtp", "visual", "vision", ".layers.")
+        return [name for name in self._files if name.endswith(ending) and not any(other in name for other in others)]
+
     @cached_property
     def _embedding_name(self) -> str:
-        names = [name for name in self._files if name.endswith("embed_tokens.weight") and "mtp" not in name]
-        names = [name for name in names if "visual" not in name and "vision" not in name and ".layers." not in name]
+        names = self._text_names("embed_tokens.weight")
         if len(names) != 1:
             raise Refused(f"{self.path}: expected one embed_tokens.weight, found {names or 'none'}")
         return names[0]
@@ -113,9 +117,11 @@ class Target:
         """The output head [V, H]: its own tensor where there is one, else the embedding when the target ties them.
 
         Raises:
-            Refused: the target is untied and has no head tensor.
+            Refused: the target is untied and has no head tensor, or it has several.
         """
-        names = [name for name in self._files if name.endswith("lm_head.weight")]
+        names = self._text_names("lm_head.weight")
+        if len(names) > 1:
+            raise Refused(f"{self.path}: expected one lm_head.weight, found {names}")
         if names:
             return self.read(names[0])
         if self.tied:

@@ -88,6 +88,7 @@ class TrainerConfig:
         packs_per_step: packs of one optimizer step, over all processes.
         strategy: how processes share the step: "ddp" (every one holds all weights; also for one process),
             "fsdp2", or DeepSpeed's "zero1", "zero2", "zero3". A run may go on with another.
+        read_ahead: packs that each process reads ahead of the one in use, each in a thread and in memory.
         precision: "bf16" (autocast, fp32 master weights) or "fp32".
         device: "auto", "cpu" or "cuda".
         compile: fuse the head's norms and MLP with torch.compile; worth it on GPUs.
@@ -102,6 +103,7 @@ class TrainerConfig:
     pack_tokens: int = 4096
     packs_per_step: int = 1
     strategy: str = "ddp"
+    read_ahead: int = 2
     precision: str = "bf16"
     device: str = "auto"
     compile: bool = False
@@ -128,6 +130,7 @@ class TrainerConfig:
             "epochs",
             "pack_tokens",
             "packs_per_step",
+            "read_ahead",
             "validate_every",
             "checkpoint_every",
             "keep_checkpoints",

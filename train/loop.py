@@ -8,7 +8,6 @@ loss is already divided by the step's global row counts, so gradients add up to 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,28 +29,17 @@ from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.measure import Journal, Progress, draw_curves, peak_memory
 from train.objective import Objective, Outcome, judge
 from train.optimizer import schedule
-from train.packs import Pack, build_pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
+from train.packs import Pack, build_pack, read_ahead, row_count
+from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import PREEMPTED, StopRequest
 from train.start import STEPS, fit_start, rows_wanted
+from train.stock import Stock, count_supervised, divide
 from train.validate import validate
 
 log = logging.getLogger(__name__)
 
 SAMPLE = 64
 """Training documents whose planes decide the head's start values."""
-
-StepPacks = list[list[int]]
-"""Packs of one optimizer step, over all processes: lists of document indices."""
-
-
-def count_supervised(store: FeatureStore, indices: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """How often each target id is a supervised token of these documents, int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for index in indices:
-        tokens = store.read(index).tokens.long()
-        for start, end in store.documents[index].spans:
-            counts += torch.bincount(tokens[start:end], minlength=vocab_size)
-    return counts
 
 
 @dataclass
@@ -94,12 +82,17 @@ class Trainer:
         self.tied_to = describe(target)
         self.about = {"features": store.contract.to_json(), "config": resolved}
         self.accelerator = ranks.start(trainer, optim)
-        everything = range(len(store.documents))
-        self.validation = [i for i in everything if held_out(store.documents[i].id, validation_share)]
-        self.training = sorted(set(everything) - set(self.validation))
-        if not self.training:
-            raise Refused(f"all {len(store.documents)} documents are held out; lower data.validation_share")
-        self.plan = [packs for epoch in range(trainer.epochs) for packs in self._epoch(epoch)]
+        self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
+        self.training, self.validation = divide(store.documents, self.corpus, validation_share)
+        self.stock = Stock.take(store, self.corpus, self.training, self.validation)
+        self.plan = Plan(
+            self.corpus,
+            self.training,
+            budget=trainer.pack_tokens,
+            packs_per_step=trainer.packs_per_step,
+            seed=trainer.seed,
+            epochs=trainer.epochs,
+        )
 
         counts = count_supervised(store, self.training, config.vocab_size)
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
@@ -138,22 +131,12 @@ class Trainer:
     def _first_packs(self) -> Iterator[Pack]:
         """The first packs of training, as many as the start values are fitted to."""
         wanted = rows_wanted(self.head.config)
-        for indices in (pack for packs in self.plan for pack in packs):
+        for planned in (pack for step in range(len(self.plan)) for pack in self.plan[step].packs):
             if wanted <= 0:
                 return
-            pack = build_pack(self.store, indices)
+            pack = build_pack(self.store, planned.documents)
             wanted -= row_count(pack.spans, STEPS - 1)
             yield pack.to(self.accelerator.device)
-
-    def _epoch(self, epoch: int) -> list[StepPacks]:
-        return plan_epoch(
-            self.store.documents,
-            self.training,
-            budget=self.settings.pack_tokens,
-            packs_per_step=self.settings.packs_per_step,
-            seed=self.settings.seed,
-            epoch=epoch,
-        )
 
     def finished(self) -> bool:
         """Whether this run has been trained to its end already.
@@ -181,10 +164,10 @@ class Trainer:
         total = len(self.plan)
         journal = self._open_journal(progress)
         if journal is not None:
+            log.info(self.stock.line())
             log.info(
-                "training on %d documents (%d held out) in %d steps; draft vocabulary covers %.2f %% of their tokens%s",
-                len(self.training), len(self.validation), total, 100 * self.coverage,
-                f"; going on after step {progress.step}" if progress.step else "",
+                "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
+                total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",
             )  # fmt: skip
         with Progress(total, progress.step, shown=self.accelerator.is_main_process) as bar:
             for line in self._steps(progress.step):
@@ -213,7 +196,7 @@ class Trainer:
                 "best_al": progress.best_al,
                 "best_step": progress.best_step,
                 "coverage": self.coverage,
-                "documents": {"training": len(self.training), "validation": len(self.validation)},
+                "data": asdict(self.stock),
                 "checkpoints": {"best": f"checkpoints/{best_name}", "last": f"checkpoints/{last_name}"},
             }
             write_json(self.directory / "manifest.json", summary)
@@ -253,38 +236,40 @@ class Trainer:
         flag = torch.tensor(float(asked), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum").item())
 
-    def _mine(self, packs: StepPacks) -> list[list[int] | None]:
+    def _mine(self, step: int) -> list[PackPlan | None]:
         """This process's packs of one optimizer step, padded so that every process runs as many."""
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        mine: list[list[int] | None] = list(packs[rank::world])
-        return mine + [None] * (math.ceil(len(packs) / world) - len(mine))
+        return self.plan[step].deal(self.accelerator.num_processes)[self.accelerator.process_index]
 
-    def _counts(self, packs: StepPacks) -> list[float]:
+    def _counts(self, step: int) -> list[float]:
         """Supervised rows per unroll step over all processes, at least 1: an empty step must not divide by 0."""
-        spans = [span for pack in packs for index in pack for span in self.store.documents[index].spans]
-        return [max(1, row_count(spans, k)) for k in range(self.objective.settings.unroll_steps)]
+        return [max(1, rows) for rows in self.plan[step].rows_K]
 
     def _steps(self, done: int) -> Iterator[dict[str, Any] | None]:
         """Run the optimizer steps from `done` on; yields a line for the journal when one is due, else None."""
-        stream = read_ahead(self.store, [pack for packs in self.plan[done:] for pack in self._mine(packs)])
-        window, world = Window(), self.accelerator.num_processes
-        for step, packs in enumerate(self.plan[done:], start=done):
-            counts, mine = self._counts(packs), len(self._mine(packs))
+        coming = (
+            pack.documents if pack is not None else None
+            for step in range(done, len(self.plan))
+            for pack in self._mine(step)
+        )
+        pin = self.accelerator.device.type == "cuda"
+        stream = read_ahead(self.store, coming, self.settings.read_ahead, pin=pin)
+        window = Window()
+        for step in range(done, len(self.plan)):
+            counts, mine = self._counts(step), self._mine(step)
             sums_K = torch.zeros(self.objective.settings.unroll_steps)
-            for index in range(mine):
+            for index, planned in enumerate(mine):
                 started = time.monotonic()
                 pack = next(stream)
                 window.waited += time.monotonic() - started
                 pack = pack.to(self.accelerator.device) if pack is not None else None
-                # A function of the pack's place in the plan, whatever the number of processes.
-                place = step * self.settings.packs_per_step + index * world + self.accelerator.process_index
+                place = planned.place if planned is not None else 0
                 seed = self.settings.seed * 7_919 + place
-                outcome = self.ranks.backward(pack, counts, seed, last=index + 1 == mine)
+                outcome = self.ranks.backward(pack, counts, seed, last=index + 1 == len(mine))
                 sums_K += outcome.sums_K.detach().cpu()
             due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
             figures = self._figures(sums_K, counts, pack, outcome) if due else None  # before the weights change
             lr, norm = self._update(step)
-            window.tokens += sum(self.store.documents[index].length for pack in packs for index in pack)
+            window.tokens += self.plan[step].tokens
             window.rows += counts[0]
             line = None
             if figures is not None:
@@ -327,7 +312,7 @@ class Trainer:
     def _validate(self, progress: resume.Progress, journal: Journal | None) -> None:
         """Validate, and save: the best checkpoint so far must exist."""
         if self.validation:
-            packs = plan_packs(self.store.documents, self.validation, self.settings.pack_tokens)
+            packs = plan_packs(self.corpus, self.validation, self.settings.pack_tokens)
             with self.ranks.judged():
                 verdict = validate(self.objective, self.store, packs, self.accelerator)
             if progress.best_al is None or verdict.greedy > progress.best_al:

@@ -1,30 +1,23 @@
-"""Rows, packs and the order of an epoch.
+"""A pack: several documents end to end that never attend to one another, read from the store ahead of its use.
 
-A pack is several documents end to end that never attend to one another. Which rows it supervises follows
-from the spans alone (design, definition 4): row t at step k when tokens t+1 .. t+2+k lie in one span. The
-plan of an epoch is a function of (seed, epoch) for the whole job; processes take their packs out of each
-optimizer step, so the number of processes changes who computes a pack and nothing else.
+Which rows a pack supervises follows from the spans alone (design, definition 4): row t at step k when tokens
+t+1 .. t+2+k lie in one span. Reading copies each plane once, from the memory map into the pack; that and the
+checksums of shards release the interpreter, so threads are enough to do it beside the training.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from featurize.store import FeatureStore
-from featurize.tokenised import Document
 
 Span = tuple[int, int]
-
-
-def held_out(document_id: str, share: float) -> bool:
-    """Whether a document belongs to the validation set: decided by its id alone, whatever else there is."""
-    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:4], "big") < share * 2**32
 
 
 def row_count(spans: Sequence[Span], step: int) -> int:
@@ -59,12 +52,17 @@ class Pack:
     spans: list[Span]
     documents: list[int]
 
+    def _tensors(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
     def to(self, device: torch.device) -> Pack:
-        """The same pack on a device."""
-        tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **tensors)
+        """The same pack on a device; a copy to a GPU from pinned memory does not wait for it."""
+        waits = device.type != "cuda"
+        return replace(self, **{name: t.to(device, non_blocking=not waits) for name, t in self._tensors().items()})
+
+    def pinned(self) -> Pack:
+        """The same pack in page-locked memory."""
+        return replace(self, **{name: t.pin_memory() for name, t in self._tensors().items()})
 
 
 def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
@@ -96,36 +94,44 @@ def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
     )
 
 
-def plan_packs(documents: Sequence[Document], indices: Sequence[int], budget: int) -> list[list[int]]:
-    """Deal documents, in the given order, into packs of at most `budget` tokens (a longer one is alone)."""
-    packs: list[list[int]] = []
-    room = 0
-    for index in indices:
-        length = documents[index].length
-        if length > room:
-            packs.append([])
-            room = budget
-        packs[-1].append(index)
-        room -= length
-    return packs
+def read_ahead(
+    store: FeatureStore, packs: Iterable[Sequence[int] | None], ahead: int = 1, *, pin: bool = False
+) -> Generator[Pack | None, None, None]:
+    """Build packs in order, up to `ahead` of them in threads while the one before is used; None passes through.
 
+    An error in any of them is raised at the next pack that is asked for, not when its turn comes. Closing the
+    generator drops what has not begun and waits for what has.
 
-def plan_epoch(
-    documents: Sequence[Document], indices: Sequence[int], *, budget: int, packs_per_step: int, seed: int, epoch: int
-) -> list[list[list[int]]]:
-    """Optimizer steps of an epoch: each a list of packs, each a list of document indices."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
-    packs = plan_packs(documents, order, budget)
-    return [packs[i : i + packs_per_step] for i in range(0, len(packs), packs_per_step)]
+    Args:
+        packs: document indices of each pack; taken from the iterable as room comes up, in the caller's thread.
+        pin: build them in page-locked memory, for a GPU.
+    """
 
+    def build(indices: Sequence[int]) -> Pack:
+        pack = build_pack(store, indices)
+        return pack.pinned() if pin else pack
 
-def read_ahead(store: FeatureStore, packs: Sequence[Sequence[int] | None]) -> Iterator[Pack | None]:
-    """Build packs in order, the next one in a thread while this one is used; None passes through."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = None
-        for index, pack in enumerate(packs):
-            current = pending or (pool.submit(build_pack, store, pack) if pack is not None else None)
-            following = packs[index + 1] if index + 1 < len(packs) else None
-            pending = pool.submit(build_pack, store, following) if following is not None else None
-            yield current.result() if current is not None else None
+    pending: deque[Future[Pack] | None] = deque()
+    upcoming = iter(packs)
+    pool = ThreadPoolExecutor(ahead, thread_name_prefix="read-ahead")
+
+    def fill(count: int) -> None:
+        while len(pending) < count:
+            try:
+                indices = next(upcoming)
+            except StopIteration:
+                return
+            pending.append(None if indices is None else pool.submit(build, indices))
+
+    try:
+        fill(1)
+        while pending:
+            current = pending.popleft()
+            fill(ahead)
+            pack = current.result() if current is not None else None
+            for future in pending:
+                if future is not None and future.done():
+                    future.result()
+            yield pack
+    finally:
+        pool.shutdown(cancel_futures=True)

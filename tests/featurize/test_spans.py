@@ -151,7 +151,7 @@ def test_b05_truncation_keeps_what_fits_and_invents_nothing(make_tokenizer: Call
     ((start, end),) = whole.spans
     assert renderer.render(conversation, end) == whole
     cut = renderer.render(conversation, start + 4)
-    assert cut == Rendered(whole.ids[: start + 4], ((start, start + 4),))
+    assert cut == Rendered(whole.ids[: start + 4], ((start, start + 4),), end - start - 4)
     assert supervised(renderer, cut) == ["a lo"]
     # One supervised token supervises no row.
     for limit in (start + 1, start, 4):
@@ -164,7 +164,7 @@ def test_b05_later_turns_beyond_the_limit_leave_the_earlier_ones(make_tokenizer:
     conversation = chat("q", "first", "q", "second")
     whole = renderer.render(conversation, 10_000)
     (one, two) = whole.spans
-    assert renderer.render(conversation, two[0] + 1) == Rendered(whole.ids[: one[1]], (one,))
+    assert renderer.render(conversation, two[0] + 1) == Rendered(whole.ids[: one[1]], (one,), two[1] - two[0])
 
 
 def test_a_cut_answer_has_no_end_of_turn(make_tokenizer: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 import featurize.extract
+import featurize.store
 from conf import Run, load
 from featurize.__main__ import work
 from featurize.extract import extract_unit
 from featurize.store import FeatureStore
+from featurize.tokenised import Document
+from models.artefact import file_sha256
 from models.errors import Refused
 from models.target import describe_target
 
@@ -96,6 +100,45 @@ def test_reading_maps_the_shard_and_copies_nothing(run: Run) -> None:
     one, again = store.read(1), store.read(1)
     assert one.aux.data_ptr() == again.aux.data_ptr()
     assert one.aux.untyped_storage().data_ptr() == store.read(0).final.untyped_storage().data_ptr()
+
+
+def test_a_shard_is_checked_when_it_is_first_used_once_however_many_threads_want_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(run)
+    checked: list[str] = []
+
+    def counted(path: Path) -> str:
+        checked.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(featurize.store, "file_sha256", counted)
+    store = FeatureStore.open(run.directory / "features")
+    edges = zip(store.starts_N, store.starts_N[1:], strict=False)
+    tokens = [store.tokens_T[start:end].clone() for start, end in edges]
+    assert checked == []
+    with ThreadPoolExecutor(8) as pool:
+        features = list(pool.map(store.read, [*range(len(store))] * 3))
+    assert sorted(checked) == sorted(path.name for path in (run.directory / "features/shards").glob("*.safetensors"))
+    assert len(checked) >= 4
+    for index, ids in enumerate(tokens):
+        assert torch.equal(features[index].tokens, ids)
+
+
+def test_documents_cut_at_the_limit_are_counted_with_what_they_lost(run: Run) -> None:
+    work(run)
+    whole = {document.id: document for document in FeatureStore.open(run.directory / "features").documents}
+    run.name, run.data.max_tokens = "cut", 60
+    work(run)
+    store = FeatureStore.open(run.directory / "features")
+
+    def supervised(document: Document) -> int:
+        return sum(end - start for start, end in document.spans)
+
+    lost = [supervised(whole[document.id]) - supervised(document) for document in store.documents]
+    counted = store.manifest["totals"]["truncated"]
+    assert counted == {"documents": sum(each > 0 for each in lost), "supervised_tokens": sum(lost)}
+    assert 0 < counted["documents"] < len(store)
 
 
 def test_a_second_launch_does_nothing_and_loads_no_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

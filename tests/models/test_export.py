@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.artefact import file_sha256
+from models.artefact import file_sha256, write_tensors
 from models.checkpoint import describe, load_head, save_head
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
@@ -112,6 +112,42 @@ def test_b28_b29_every_float_tensor_has_the_asked_dtype_and_the_map_holds_offset
     assert "embed_tokens.weight" not in tensors
 
 
+def test_b31_b33_a_tied_target_and_its_untied_head_of_its_own_size_survive_saving_and_export(make_target, tmp_path):
+    directory = make_target(hidden_size=24, num_attention_heads=4, head_dim=16, tie_word_embeddings=True)
+    target = describe_target(TargetConfig(path=str(directory), dtype="float32"))
+    embedding = target.load_embedding().clone()
+    ids = torch.arange(0, 16, 2)
+    head = Eagle3Head(Eagle3Config.for_target(target, (2, 4, 5), DraftConfig(vocab_size=8)), ids)
+    initialise(head, target, torch.randn(50, 3, 24))
+    assert torch.equal(head.lm_head.weight, embedding[ids])
+    with torch.no_grad():
+        head.lm_head.weight.add_(1.0)
+    assert torch.equal(target.load_embedding(), embedding)
+    (tmp_path / "checkpoint").mkdir()
+    save_head(tmp_path / "checkpoint", head, describe(target))
+    again, _ = load_head(tmp_path / "checkpoint")
+    assert again.config == head.config and again.config.head_dim == 16
+    assert again.lm_head.weight.shape == (8, 24) and torch.equal(again.lm_head.weight, head.lm_head.weight)
+    export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig(dtype="float32"))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False and config["head_dim"] == 16
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    shapes = [tuple(tensors[f"midlayer.self_attn.{name}_proj.weight"].shape) for name in "qko"]
+    assert shapes == [(64, 48), (32, 48), (24, 64)]
+    assert torch.equal(tensors["lm_head.weight"], head.lm_head.weight) and "embed_tokens.weight" not in tensors
+
+
+def test_b20_a_reduced_vocabulary_without_its_map_is_refused(trained):
+    _, head, checkpoint = trained()
+    with pytest.raises(Refused, match="a head of 100 draft tokens needs as many ids"):
+        Eagle3Head(head.config)
+    tensors = load_file(checkpoint / "head.safetensors")
+    del tensors["d2t"]
+    write_tensors(checkpoint / "head.safetensors", tensors)
+    with pytest.raises(Refused, match="a head of 100 draft tokens needs as many ids"):
+        load_head(checkpoint)
+
+
 def test_b29_a_full_vocabulary_has_no_map(trained, tmp_path):
     target, _, checkpoint = trained(vocab=None)
     export_head(checkpoint, tmp_path / "export", target, ExportConfig())
@@ -147,8 +183,6 @@ def test_a_head_with_a_missing_or_broken_tensor_is_refused(trained, tmp_path):
     assert not (tmp_path / "export").exists()
     tensors = load_file(checkpoint / "head.safetensors")
     del tensors["fc.weight"]
-    from models.artefact import write_tensors
-
     write_tensors(checkpoint / "head.safetensors", tensors)
     with pytest.raises(Refused, match="missing"):
         load_head(checkpoint)

@@ -58,6 +58,37 @@ def test_b30_nested_prefixes_work_and_a_missing_head_is_refused(make_target):
         describe(directory).load_lm_head()
 
 
+def test_b30_only_the_files_with_the_wanted_tensors_are_read(make_target):
+    directory = make_target()
+    tensors = load_file(directory / "model.safetensors")
+    wanted = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    save_file({name: tensors[name] for name in wanted}, directory / "few.safetensors")
+    weight_map = {name: "few.safetensors" if name in wanted else "gone.safetensors" for name in tensors}
+    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
+    (directory / "model.safetensors").unlink()
+    target = describe(directory)
+    for name, found in zip(
+        wanted, (target.load_embedding(), target.load_final_norm(), target.load_lm_head()), strict=True
+    ):
+        assert torch.equal(found, tensors[name])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_b30_the_head_of_another_module_is_not_taken_for_the_targets(make_target, tied):
+    directory = make_target(tie_word_embeddings=tied)
+    tensors = load_file(directory / "model.safetensors")
+    others = {"mtp.lm_head.weight": torch.zeros(8, 64), "model.visual.lm_head.weight": torch.zeros(8, 64)}
+    save_file(tensors | others, directory / "model.safetensors")
+    own = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert torch.equal(describe(directory).load_lm_head(), own)
+    if not tied:
+        save_file(
+            {n: t for n, t in (tensors | others).items() if n != "lm_head.weight"}, directory / "model.safetensors"
+        )
+        with pytest.raises(Refused, match="has no lm_head"):
+            describe(directory).load_lm_head()
+
+
 def test_fingerprints_tell_configurations_and_fine_tunes_apart(make_target):
     directory = make_target()
     before = describe(directory)
@@ -122,6 +153,37 @@ def test_b34_the_heads_frequencies_are_the_targets_in_both_layouts(make_target, 
     write_json(directory / "config.json", legacy)
     again = Eagle3Config.for_target(describe(directory), (2, 4, 5), DraftConfig())
     assert torch.equal(Rope(again.rope_parameters, 16, 1024).rotary.inv_freq, wanted)
+    if "rope_scaling" in legacy:  # as older files spell it
+        legacy["rope_scaling"]["type"] = legacy["rope_scaling"].pop("rope_type")
+        write_json(directory / "config.json", legacy)
+        oldest = Eagle3Config.for_target(describe(directory), (2, 4, 5), DraftConfig())
+        assert torch.equal(Rope(oldest.rope_parameters, 16, 1024).rotary.inv_freq, wanted)
+    positions = torch.tensor([0, 1, 700, 5000])
+    cos, sin = Rope(config.rope_parameters, 16, 1024).table(positions, torch.float32)
+    for ours, theirs in zip(
+        (cos, sin), LlamaRotaryEmbedding(target.config)(torch.empty(0), positions[None]), strict=True
+    ):
+        assert torch.equal(ours[:, 0], theirs[0])
+
+
+def test_b34_the_heads_rope_can_be_set_apart_from_the_targets(make_target):
+    target = describe(make_target())
+    own = {"rope_type": "default", "rope_theta": 777.0}
+    config = Eagle3Config.for_target(target, (2, 4, 5), DraftConfig(rope_parameters=own))
+    wanted = 777.0 ** (-torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(Rope(config.rope_parameters, 16, 1024).rotary.inv_freq, wanted)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, {"rope_scaling": {"type": "spiral"}}]
+)
+def test_b34_a_made_up_rope_type_in_a_targets_config_is_refused(make_target, layout):
+    directory = make_target()
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("rope_parameters")
+    write_json(directory / "config.json", config | {"rope_theta": 1e4} | layout)
+    with pytest.raises(Refused, match="spiral"):
+        Eagle3Config.for_target(describe(directory), (2, 4, 5), DraftConfig())
 
 
 def test_b34_an_unknown_rope_type_is_refused():

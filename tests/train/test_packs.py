@@ -1,46 +1,106 @@
-"""The order of an epoch is a function of (seed, epoch) alone, and every document is in it once."""
+"""Packs are read in order, a bounded number ahead; an error is not kept for later, and nothing is left behind."""
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
+import torch
 
-from featurize.tokenised import Document
-from train.config import OptimConfig
-from train.loop import schedule as factor
-from train.packs import held_out, plan_epoch, plan_packs
-
-DOCUMENTS = [Document(f"d{i}", "chat", 20 + 7 * i % 50, ((5, 15),)) for i in range(17)]
-PLAN = {"budget": 100, "packs_per_step": 2, "seed": 3}
+from tests.train.memory import MemoryStore, documents_of
+from train.packs import build_pack, read_ahead, supervised_rows
 
 
-def flat(plan):
-    return [index for step in plan for pack in step for index in pack]
+def make_store(count: int = 12) -> Any:
+    torch.manual_seed(0)
+    return MemoryStore(documents_of([(6 + i, ((2, 5 + i),)) for i in range(count)]))
 
 
-def test_b23_epochs_differ_and_each_holds_every_document_once():
-    orders = [flat(plan_epoch(DOCUMENTS, range(17), **PLAN, epoch=epoch)) for epoch in range(3)]
-    assert all(sorted(order) == list(range(17)) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    assert orders[1] == flat(plan_epoch(DOCUMENTS, range(17), **PLAN, epoch=1))
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def test_packs_keep_to_their_budget_and_a_longer_document_is_alone():
-    documents = [Document(name, "", length, ()) for name, length in zip("abcd", (60, 300, 30, 70), strict=True)]
-    assert plan_packs(documents, [0, 1, 2, 3], 100) == [[0], [1], [2, 3]]
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
-def test_held_out_documents_are_chosen_by_their_id_alone():
-    names = [f"chat-{i}" for i in range(4000)]
-    share = sum(held_out(name, 0.1) for name in names) / len(names)
-    assert share == pytest.approx(0.1, abs=0.02)
-    assert {name for name in names if held_out(name, 0.05)} <= {name for name in names if held_out(name, 0.1)}
-    assert not any(held_out(name, 0.0) for name in names)
+def test_a_pack_is_its_documents_end_to_end():
+    torch.manual_seed(0)
+    store: Any = MemoryStore(documents_of([(5, ((0, 3), (4, 5))), (4, ()), (6, ((0, 2), (3, 6)))]))
+    pack = build_pack(store, [2, 1, 0])
+    parts = [store.read(index) for index in (2, 1, 0)]
+    assert torch.equal(pack.tokens_T, torch.cat([part.tokens for part in parts]).long())
+    assert torch.equal(pack.aux_TAP, torch.cat([part.aux for part in parts]))
+    assert torch.equal(pack.final_FP, torch.cat([part.final for part in parts]))
+    assert pack.starts_T.tolist() == [0] * 6 + [6] * 4 + [10] * 5
+    assert pack.teacher_T.tolist() == [0, -1, -1, 1, 2, -1] + [-1] * 4 + [3, 4, -1, -1, -1]
+    # A span at a document's start has no row before it: that would be the previous document's last token.
+    assert supervised_rows(pack.spans, 0).tolist() == [2, 3, 10]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_b22_the_learning_rate_is_a_function_of_the_step(schedule):
-    optim = OptimConfig(schedule=schedule, warmup_steps=10, final_share=0.1)
-    rates = [factor(optim, step, 100) for step in range(100)]
-    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert max(rates) == pytest.approx(1.0)
-    assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.02)
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_packs_come_in_order_whichever_is_read_first(ahead):
+    store = make_store()
+    store.waits_at = {0: threading.Event()}
+    threading.Timer(0.05, store.waits_at[0].set).start()
+    plan = [[0], [1, 2], None, [3], [4, 5, 6], None, [7]]
+    read = list(read_ahead(store, plan, ahead))
+    assert [pack and pack.documents for pack in read] == plan
+    assert not readers()
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_no_more_packs_are_read_ahead_than_asked_for(ahead):
+    store = make_store()
+    taken: list[int] = []
+
+    def plan():
+        for index in range(12):
+            taken.append(index)
+            yield [index]
+
+    stream = read_ahead(store, plan(), ahead)
+    for used in range(1, 13):
+        next(stream)
+        wait_until(lambda: len(store.reads) == len(taken))
+        assert taken == list(range(min(12, used + ahead)))
+
+
+def test_an_error_in_a_pack_further_on_is_raised_at_the_next_one_asked_for():
+    store = make_store()
+    store.fails_at = 3
+    store.waits_at = {3: threading.Event()}
+    stream = read_ahead(store, [[i] for i in range(12)], 4)
+    first = next(stream)
+    assert first is not None and first.documents == [0]
+    store.waits_at[3].set()
+    wait_until(lambda: 4 in store.reads)
+    time.sleep(0.05)
+    with pytest.raises(OSError, match="cannot read document 3"):
+        next(stream)
+    assert not readers()
+
+
+def test_an_error_in_the_pack_asked_for_is_raised():
+    store = make_store()
+    store.fails_at = 0
+    with pytest.raises(OSError, match="cannot read document 0"):
+        next(read_ahead(store, [[0], [1]]))
+    assert not readers()
+
+
+def test_closed_early_nothing_is_left_running_and_nothing_more_is_read():
+    store = make_store()
+    store.waits_at = {1: threading.Event()}
+    stream = read_ahead(store, [[i] for i in range(12)], 3)
+    next(stream)
+    wait_until(lambda: 1 in store.reads)
+    threading.Timer(0.05, store.waits_at[1].set).start()
+    stream.close()
+    assert not readers()
+    assert set(store.reads) <= {0, 1, 2, 3}

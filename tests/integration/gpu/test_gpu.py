@@ -116,7 +116,7 @@ def make_objective(precision: str) -> Objective:
     head = Eagle3Head(CONFIG, torch.arange(0, 288, 3))
     embedding, teacher = torch.randn(300, 128), torch.randn(300, 128) * 0.2
     target: Any = SimpleNamespace(load_embedding=lambda: embedding, load_lm_head=lambda: teacher)
-    return Objective(head, target, ObjectiveConfig(unroll_steps=4, chunk_rows=100), precision)
+    return Objective(head, target, ObjectiveConfig(unroll_steps=4), precision)
 
 
 def make_pack() -> Pack:

@@ -1,0 +1,30 @@
+"""`python -m train` with a log of what it trains on: a line (row seed, documents) per pack in $RECORD.<rank>.
+
+With STOP_AFTER=n it asks itself to stop, as a cluster would, in its n-th pack.
+"""
+
+import json
+import os
+import signal
+
+from conf import stage
+from train.__main__ import main
+from train.objective import Objective
+
+forward = Objective.forward
+record = open(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}", "w")  # noqa: SIM115
+seen = 0
+
+
+def recording(self, pack, counts, seed):
+    global seen
+    if pack is not None:
+        print(json.dumps([seed, pack.documents]), file=record, flush=True)
+        seen += 1
+        if seen == int(os.environ.get("STOP_AFTER", "-1")):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return forward(self, pack, counts, seed)
+
+
+Objective.forward = recording  # type: ignore[method-assign]
+stage("train", main)
