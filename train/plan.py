@@ -126,9 +126,10 @@ class StepPlan:
     rows_K: list[int]
 
     def deal(self, processes: int) -> list[list[PackPlan | None]]:
-        """Packs of each process, heaviest first, equal in number; None fills up.
+        """Packs of each process, equal in number: None where a process has fewer, then the heavier the later.
 
-        Every process must run as many passes as the others, since sharded parameters are gathered in each.
+        Every process must run as many passes as the others, since sharded parameters are gathered in each; in
+        this order the passes that run side by side are alike, and gradients are summed behind the longest one.
         """
         each = -(-len(self.packs) // processes)
         hands: list[list[PackPlan | None]] = [[] for _ in range(processes)]
@@ -137,7 +138,7 @@ class StepPlan:
             process = min((p for p in range(processes) if len(hands[p]) < each), key=loads.__getitem__)
             hands[process].append(pack)
             loads[process] += pack.work
-        return [hand + [None] * (each - len(hand)) for hand in hands]
+        return [[*[None] * (each - len(hand)), *hand[::-1]] for hand in hands]
 
 
 class Layout:

@@ -216,7 +216,7 @@ def test_the_slowest_process_has_little_more_than_the_mean_work(make, per_step, 
 def test_every_process_runs_as_many_passes_and_none_fills_up():
     packs = [PackPlan(place, [place], work) for place, work in enumerate((9.0, 5.0, 4.0, 3.0, 1.0))]
     hands = StepPlan(packs, 0, []).deal(2)
-    assert [[pack and pack.place for pack in hand] for hand in hands] == [[0, 3, None], [1, 2, 4]]
+    assert [[pack and pack.place for pack in hand] for hand in hands] == [[None, 3, 0], [4, 2, 1]]
     assert [[pack and pack.place for pack in hand] for hand in StepPlan(packs[:1], 0, []).deal(3)] == [
         [0],
         [None],
