@@ -46,8 +46,8 @@ def blocks_of(rows_R: torch.Tensor, starts_R: torch.Tensor) -> list[Block]:
 class _Attend(torch.autograd.Function):
     """Inputs and results are laid out [G, R, M, E] and [G, T, E] inside, so that a block is a view of them.
 
-    The prefix part is computed block by block; own keys are few, so their part is elementwise over all rows
-    at once. Both parts are merged exactly through their log-sum-exp.
+    The prefix part is computed block by block; own keys are few, so their part is computed for all rows at
+    once. Both parts are merged exactly through their log-sum-exp.
     """
 
     @staticmethod
@@ -79,11 +79,11 @@ class _Attend(torch.autograd.Function):
             out_GRME[:, here] = (p_GXL @ v_GTE[:, block.start : block.stop]).unflatten(1, shape)
             lse_GRM[:, here] = lse_GX.unflatten(1, shape)
         if own_k_GRSE.shape[2]:
-            own_GRMS = (q_GRME[:, :, :, None] * own_k_GRSE[:, :, None]).sum(-1)
+            own_GRMS = q_GRME @ own_k_GRSE.transpose(2, 3)
             merged_GRM = torch.logaddexp(lse_GRM, own_GRMS.logsumexp(-1))
             out_GRME *= (lse_GRM - merged_GRM).exp_()[..., None]
             p_GRMS = own_GRMS.sub_(merged_GRM[..., None]).exp_()
-            out_GRME += (p_GRMS[..., None] * own_v_GRSE[:, :, None]).sum(3)
+            out_GRME += p_GRMS @ own_v_GRSE
             lse_GRM = merged_GRM
         ctx.save_for_backward(q_GRME, k_GTE, v_GTE, own_k_GRSE, own_v_GRSE, rows_R, out_GRME, lse_GRM)
         ctx.blocks, ctx.scale, ctx.dtype = blocks, scale, q_RNE.dtype
@@ -108,12 +108,11 @@ class _Attend(torch.autograd.Function):
             dk_GTE[:, keys] += ds_GXL.transpose(1, 2) @ q_GXE
         d_own_k_GRSE, d_own_v_GRSE = torch.zeros_like(own_k_GRSE), torch.zeros_like(own_v_GRSE)
         if own_k_GRSE.shape[2]:
-            own_GRMS = (q_GRME[:, :, :, None] * own_k_GRSE[:, :, None]).sum(-1)
-            p_GRMS = own_GRMS.sub_(lse_GRM[..., None]).exp_()
-            d_own_v_GRSE = (p_GRMS[..., None] * do_GRME[:, :, :, None]).sum(2)
-            ds_GRMS = (do_GRME[:, :, :, None] * own_v_GRSE[:, :, None]).sum(-1).sub_(delta_GRM[..., None]).mul_(p_GRMS)
-            dq_GRME += (ds_GRMS[..., None] * own_k_GRSE[:, :, None]).sum(3)
-            d_own_k_GRSE = (ds_GRMS[..., None] * q_GRME[:, :, :, None]).sum(2)
+            p_GRMS = (q_GRME @ own_k_GRSE.transpose(2, 3)).sub_(lse_GRM[..., None]).exp_()
+            d_own_v_GRSE = p_GRMS.transpose(2, 3) @ do_GRME
+            ds_GRMS = (do_GRME @ own_v_GRSE.transpose(2, 3)).sub_(delta_GRM[..., None]).mul_(p_GRMS)
+            dq_GRME += ds_GRMS @ own_k_GRSE
+            d_own_k_GRSE = ds_GRMS.transpose(2, 3) @ q_GRME
         dtype = ctx.dtype
         dq_RNE = (dq_GRME * ctx.scale).transpose(0, 1).flatten(1, 2).to(dtype)
         dk_TGE, dv_TGE = dk_GTE.transpose(0, 1).to(dtype), dv_GTE.transpose(0, 1).to(dtype)

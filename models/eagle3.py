@@ -218,13 +218,15 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, aux_TAP: torch.Tensor) -> torch.Tensor:
         """Features g [T, H] of aux planes [T, A, P] (ascending layers)."""
+        return self.fc(self.planes(aux_TAP))
+
+    def planes(self, aux_TAP: torch.Tensor) -> torch.Tensor:
+        """What fc reads [T, A * P]: the planes side by side, normed where the head norms them."""
         if self.config.fc_norm:
             planes = [norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)]
             aux_TAP = torch.stack(planes, 1)
         wide = aux_TAP.flatten(-2)
-        if self.config.norm_before_fc:
-            wide = self.input_norm(wide)
-        return self.fc(wide)
+        return self.input_norm(wide) if self.config.norm_before_fc else wide
 
     def feedback(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """What the next step takes as its feature, from this step's pre-norm output."""

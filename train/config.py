@@ -14,23 +14,29 @@ class ObjectiveConfig:
         decay: weight of unroll step k is decay ** k.
         row_share: rows that go on from one unroll step to the next are this share of those that could
             (a seeded sample); their loss is scaled so that its expectation does not change.
-        loss: "kl" (soft cross-entropy against the target's distribution on the draft vocabulary) or
-            "ce" (cross-entropy against the target's argmax).
-        chunk_rows: rows whose logits are held at once.
+        loss: against the target's distribution on the draft vocabulary: "kl" (soft cross-entropy), "ce"
+            (cross-entropy with its argmax), "nla" (negative log acceptance) or "lk_hybrid" (KL and total
+            variation; both LK losses of arXiv 2602.23881 aim at acceptance under sampling).
+        out_of_vocabulary: rows whose next token is outside the draft vocabulary: "renormalise" trains them
+            like all others, on the target's distribution restricted to the draft vocabulary; "skip" leaves
+            them out of the loss. They are misses in every accuracy and acceptance figure either way.
     """
 
     unroll_steps: int = 7
     decay: float = 0.8
     row_share: float = 1.0
     loss: str = "kl"
-    chunk_rows: int = 1024
+    out_of_vocabulary: str = "renormalise"
 
     def __post_init__(self) -> None:
-        for key in ("unroll_steps", "chunk_rows"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"objective.{key}={getattr(self, key)} must be at least 1")
-        if self.loss not in ("kl", "ce"):
-            raise ValueError(f"objective.loss={self.loss} is not one of kl, ce")
+        if self.unroll_steps < 1:
+            raise ValueError(f"objective.unroll_steps={self.unroll_steps} must be at least 1")
+        for key, allowed in {
+            "loss": ("kl", "ce", "nla", "lk_hybrid"),
+            "out_of_vocabulary": ("renormalise", "skip"),
+        }.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"objective.{key}={getattr(self, key)} is not one of {', '.join(allowed)}")
         if not 0 < self.row_share <= 1:
             raise ValueError(f"objective.row_share={self.row_share} is not in (0, 1]")
 

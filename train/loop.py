@@ -33,8 +33,9 @@ from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.measure import Journal, Progress, draw_curves
 from train.objective import Objective, Outcome, judge
 from train.optimizer import Optimizer
-from train.packs import Pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
+from train.packs import Pack, build_pack, held_out, plan_epoch, plan_packs, read_ahead, row_count
 from train.signals import PREEMPTED, StopRequest
+from train.start import STEPS, fit_start, rows_wanted
 from train.validate import validate
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ class Trainer:
         self.head = Eagle3Head(config, ids)
         initialise(self.head, target, torch.cat([store.read(i).aux for i in self.training[:SAMPLE]]))
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
+        if not resume.checkpoints(self.checkpoints):
+            fit_start(self.objective, self._first_packs)
         self.optimizer = Optimizer(self.head, optim)
         self.model: Any = self.objective
         if self.accelerator.num_processes > 1:
@@ -157,6 +160,16 @@ class Trainer:
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.directory / "checkpoints"
+
+    def _first_packs(self) -> Iterator[Pack]:
+        """The first packs of training, as many as the start values are fitted to."""
+        wanted = rows_wanted(self.head.config)
+        for indices in (pack for packs in self.plan for pack in packs):
+            if wanted <= 0:
+                return
+            pack = build_pack(self.store, indices)
+            wanted -= row_count(pack.spans, STEPS - 1)
+            yield pack.to(self.accelerator.device)
 
     def _epoch(self, epoch: int) -> list[StepPacks]:
         return plan_epoch(

@@ -1,20 +1,17 @@
 """The unrolled objective: what a pack costs, and how well the head would draft on it.
 
-Per unroll step k the loss is the sum over supervised rows of KL(target || head) on the draft vocabulary,
-divided by the global number of such rows and weighted by decay ** k (design, definition 7). Its counts come
-from the plan, so no process has to ask another. Teacher and draft logits exist for one chunk of positions
-at a time: a chunk's teacher distribution is computed once and serves every step that predicts from it, and
-the gradients of the chunk are formed at once, so nothing of size [rows, vocabulary] outlives it.
+Per unroll step k the loss is the sum over supervised rows of a divergence (train/losses.py) of the head from
+the target on the draft vocabulary, divided by the global number of such rows and weighted by decay ** k
+(design, definition 7). The counts come from the plan, so no process has to ask another.
 
-Legend: F teacher positions, R rows of a step, H head hidden, P target hidden, D draft vocabulary, V target
-vocabulary, K unroll steps, C positions of a chunk.
+Legend: T positions of a pack, F teacher positions, R rows of a step, H head hidden, P target hidden, D draft
+vocabulary, V target vocabulary, K unroll steps, C positions of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,52 +19,8 @@ from torch import nn
 from models.eagle3 import Eagle3Head, Step
 from models.target import Target
 from train.config import ObjectiveConfig
+from train.losses import CHUNK, ChunkedLoss
 from train.packs import Pack, supervised_rows
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Sum over rows of each step's loss, times that step's scale; gradients are formed in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_DH, teacher_weight_DP, final_FP, indices, scales, kind, chunk, dtype, *hidden):  # type: ignore[no-untyped-def]
-        total = torch.promote_types(weight_DH.dtype, torch.float32)
-        weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
-        sums_K = torch.zeros(len(hidden), dtype=total, device=weight.device)
-        d_weight = torch.zeros_like(weight_DH, dtype=total)
-        d_hidden = [torch.zeros_like(h) for h in hidden]
-        for first in range(0, final_FP.shape[0], chunk):
-            logits_CD = (final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total)
-            if kind == "ce":
-                p_CD = nn.functional.one_hot(logits_CD.argmax(-1), logits_CD.shape[-1]).to(total)
-                entropy_C = p_CD.new_zeros(len(p_CD))
-            else:
-                log_p_CD = logits_CD.log_softmax(-1)
-                p_CD = log_p_CD.exp()
-                entropy_C = -torch.linalg.vecdot(p_CD, log_p_CD)
-            edges = torch.tensor([first, first + chunk], device=weight.device)
-            for step, (h_RH, index_R) in enumerate(zip(hidden, indices, strict=True)):
-                a, b = torch.searchsorted(index_R, edges).tolist()
-                if a == b:
-                    continue
-                local = index_R[a:b] - first
-                # Rows of consecutive positions (nearly always) need no copy of their teachers.
-                dense = int(local[-1] - local[0]) == b - a - 1
-                p = p_CD[int(local[0]) : int(local[-1]) + 1] if dense else p_CD[local]
-                h = h_RH[a:b].to(dtype)
-                log_q = (h @ weight.T).log_softmax(-1, dtype=total)
-                sums_K[step] -= (torch.linalg.vecdot(p, log_q) + entropy_C[local]).sum()
-                gradient = log_q.exp_().sub_(p).to(dtype)
-                d_hidden[step][a:b] = (gradient @ weight).to(h_RH.dtype) * scales[step]
-                d_weight.add_((gradient.T @ h).to(total), alpha=scales[step])
-        ctx.save_for_backward(d_weight, *d_hidden)
-        ctx.mark_non_differentiable(sums_K)
-        return (sums_K * torch.tensor(scales, dtype=total, device=weight.device)).sum(), sums_K
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        d_weight, *d_hidden = ctx.saved_tensors
-        scale = grads[0]
-        return d_weight * scale, *(None,) * 7, *(d * scale.to(d.dtype) for d in d_hidden)
 
 
 @dataclass(frozen=True)
@@ -85,6 +38,7 @@ class Objective(nn.Module):
     embedding_VH: torch.Tensor
     teacher_VP: torch.Tensor
     teacher_DP: torch.Tensor
+    drafted_V: torch.Tensor
 
     def __init__(self, head: Eagle3Head, target: Target, settings: ObjectiveConfig, precision: str) -> None:
         super().__init__()
@@ -95,6 +49,8 @@ class Objective(nn.Module):
         self.register_buffer("teacher_VP", target.load_lm_head().to(frozen), persistent=False)
         rows_DP = self.teacher_VP[head.ids_D] if head.reduced else self.teacher_VP
         self.register_buffer("teacher_DP", rows_DP, persistent=False)
+        drafted_V = torch.zeros(len(self.teacher_VP), dtype=torch.bool).index_fill(0, head.ids_D.cpu(), True)
+        self.register_buffer("drafted_V", drafted_V, persistent=False)
 
     def rows(self, pack: Pack, seed: int | None) -> list[torch.Tensor]:
         """Rows per step; with a seed, step k keeps about row_share ** k of them (nested)."""
@@ -104,6 +60,14 @@ class Objective(nn.Module):
             share = self.settings.row_share
             rows = [rows_R[lottery_T[rows_R] < share**step] for step, rows_R in enumerate(rows)]
         return [rows_R.to(pack.tokens_T.device) for rows_R in rows]
+
+    def weights(self, pack: Pack, rows_R: torch.Tensor, step: int) -> torch.Tensor:
+        """Weight of each row's loss at a step, float [R], before the division by the global row count."""
+        settings = self.settings
+        weights_R = self.head.lm_head.weight.new_full(rows_R.shape, (settings.decay / settings.row_share) ** step)
+        if settings.out_of_vocabulary == "skip" and self.head.reduced:
+            weights_R *= self.drafted_V[pack.tokens_T[rows_R + 2 + step]]
+        return weights_R
 
     def unroll(self, pack: Pack, seed: int | None) -> list[Step]:
         """The head's steps over a pack, under autocast when training in bf16."""
@@ -122,21 +86,17 @@ class Objective(nn.Module):
             seed: for `row_share`; a function of the pack's place in the plan, not of the process.
         """
         steps = self.unroll(pack, seed) if pack is not None else []
-        steps = [step for step in steps if step.rows_R.numel()]
         if pack is None or not steps:
             zero = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros(()))
             return Outcome(zero, torch.zeros(self.settings.unroll_steps), [])
-        decay, share = self.settings.decay, self.settings.row_share
-        scales = [(decay / share) ** k / counts[k] for k in range(len(steps))]
-        loss, sums = _ChunkedLoss.apply(
+        loss, sums = ChunkedLoss.apply(
             self.head.lm_head.weight,
             self.teacher_DP,
             pack.final_FP,
-            [pack.teacher_T[step.rows_R + 1 + k] for k, step in enumerate(steps)],
-            scales,
             self.settings.loss,
-            self.settings.chunk_rows,
             self.dtype or self.head.lm_head.weight.dtype,
+            [pack.teacher_T[step.rows_R + 1 + k] for k, step in enumerate(steps)],
+            [self.weights(pack, step.rows_R, k) / counts[k] for k, step in enumerate(steps)],
             *(step.hidden_RH for step in steps),
         )
         return Outcome(loss, nn.functional.pad(sums, (0, self.settings.unroll_steps - sums.numel())), steps)
@@ -154,7 +114,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
         min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
     """
     head, dtype = objective.head, objective.dtype or objective.head.lm_head.weight.dtype
-    final_FP, chunk = pack.final_FP.to(dtype), objective.settings.chunk_rows
+    final_FP, chunk = pack.final_FP.to(dtype), CHUNK.get(pack.final_FP.device.type, CHUNK["cuda"])
     shape = (steps[0].rows_R.numel(), len(steps))
     hits_RK, accept_RK = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for first in range(0, final_FP.shape[0], chunk):

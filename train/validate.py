@@ -35,7 +35,7 @@ def validate(objective: Objective, store: FeatureStore, packs: list[list[int]], 
     for pack in read_ahead(store, packs[accelerator.process_index :: accelerator.num_processes]):
         assert pack is not None
         on_device = pack.to(accelerator.device)
-        steps = [step for step in objective.unroll(on_device, None) if step.rows_R.numel()]
+        steps = objective.unroll(on_device, None)
         if not steps:
             continue
         hits_RK, accept_RK = judge(objective, on_device, steps)

@@ -1,0 +1,122 @@
+"""Fitted start values: what is linear is known before the first optimizer step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from train import start
+from train.config import ObjectiveConfig
+from train.objective import Objective, judge
+from train.packs import Pack, row_count
+
+HIDDEN, VOCABULARY, LENGTH = 24, 60, 600
+
+
+@pytest.fixture
+def world() -> tuple[Objective, Pack]:
+    """A target whose next state is linear in its present one and the token between; planes mix the present one."""
+    torch.manual_seed(0)
+    embedding = rms_norm(torch.randn(VOCABULARY, HIDDEN), (HIDDEN,))
+    lm_head, final_norm = torch.randn(VOCABULARY, HIDDEN), torch.rand(HIDDEN) + 0.5
+    onward, inward = torch.randn(HIDDEN, HIDDEN) * 0.25, torch.randn(HIDDEN, HIDDEN) * 0.15
+    tokens = torch.randint(0, VOCABULARY, (LENGTH,))
+    state, states = torch.randn(HIDDEN), []
+    for token in tokens:
+        state = rms_norm(state @ onward + embedding[token] @ inward, (HIDDEN,))
+        states.append(state)
+    state_TH = torch.stack(states)
+    scale_AP = torch.tensor([1.0, 1000.0])[:, None] * torch.rand(2, HIDDEN)
+    pack = Pack(
+        tokens_T=tokens,
+        starts_T=torch.arange(LENGTH) // 60 * 60,
+        aux_TAP=torch.stack((torch.randn(LENGTH, HIDDEN), state_TH @ torch.randn(HIDDEN, HIDDEN)), 1) * scale_AP,
+        final_FP=state_TH * final_norm,
+        teacher_T=torch.arange(LENGTH),
+        spans=[(begin + 8, begin + 60) for begin in range(0, LENGTH, 60)],
+        documents=[0],
+    )
+    target: Any = SimpleNamespace(
+        hidden_size=HIDDEN,
+        load_embedding=lambda: embedding,
+        load_lm_head=lambda: lm_head,
+        load_final_norm=lambda: final_norm,
+    )
+    config = Eagle3Config(
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=VOCABULARY,
+        aux_layers=(1, 2),
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    head = Eagle3Head(config)
+    initialise(head, target, pack.aux_TAP)
+    return Objective(head, target, ObjectiveConfig(unroll_steps=3), "fp32"), pack
+
+
+def kl_per_step(objective: Objective, pack: Pack) -> torch.Tensor:
+    counts = torch.tensor([row_count(pack.spans, k) for k in range(3)])
+    return objective(pack, counts.tolist(), 0).sums_K.detach() / counts
+
+
+def test_a_linear_target_is_known_at_step_0(world, monkeypatch):
+    objective, pack = world
+    monkeypatch.setattr(start, "STEPS", 1)
+    start.fit_start(objective, lambda: [pack])
+    hits_RK, _ = judge(objective, pack, objective.unroll(pack, None))
+    assert hits_RK[:, 0].mean() > 0.8
+
+
+def test_every_step_starts_nearer_to_the_target(world):
+    objective, pack = world
+    before = kl_per_step(objective, pack)
+    start.fit_start(objective, lambda: [pack])
+    assert (kl_per_step(objective, pack) < 0.7 * before).all()
+
+
+def test_logits_are_as_sure_as_they_are_right(world):
+    objective, pack = world
+    start.fit_start(objective, lambda: [pack])
+    norm, fitted = objective.head.norm.weight, kl_per_step(objective, pack).sum()
+    for factor in (0.8, 1.25):
+        with torch.no_grad():
+            norm.mul_(factor)
+        assert kl_per_step(objective, pack).sum() > fitted
+        with torch.no_grad():
+            norm.div_(factor)
+
+
+def test_a_map_of_small_rank_is_the_best_of_its_rank(monkeypatch):
+    monkeypatch.setattr(start, "RIDGE", 0.0)
+    torch.manual_seed(1)
+    x = torch.randn(500, 12, dtype=torch.float64) * torch.logspace(-1, 2, 12, dtype=torch.float64)
+    y = (x / x.std(0)) @ torch.randn(12, 8, dtype=torch.float64) + 0.1 * torch.randn(500, 8, dtype=torch.float64)
+    regression = start.Regression(12, 8, x)
+    for part in (slice(0, 200), slice(200, 500)):
+        regression.add(x[part], y[part])
+    value, output = regression.solve_truncated(3)
+    left, singular, right = torch.linalg.svd(x @ torch.linalg.lstsq(x, y).solution)
+    best = (left[:, :3] * singular[:3]) @ right[:3]  # Eckart and Young, within what x can say
+    reached, least = ((y - x @ value @ output) ** 2).sum(), ((y - best) ** 2).sum()
+    assert value.shape == (12, 3) and output.shape == (3, 8)
+    assert reached < 1.001 * least
+
+
+def test_a_head_of_another_width_is_left_alone(world):
+    objective, pack = world
+    objective.head.config = SimpleNamespace(hidden_size=HIDDEN, target_hidden_size=HIDDEN + 1)
+    before = {name: value.clone() for name, value in objective.head.state_dict().items()}
+    start.fit_start(objective, lambda: [pack])
+    assert all(torch.equal(value, before[name]) for name, value in objective.head.state_dict().items())

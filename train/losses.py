@@ -1,0 +1,172 @@
+"""The loss of drafted rows against their teachers, and its gradients, without ever holding all logits.
+
+Four losses of a row, with p the target's distribution on the draft vocabulary, q the head's, and
+alpha = sum_v min(p_v, q_v) the chance that a sampled draft is accepted:
+
+- kl: KL(p || q), the soft cross-entropy of EAGLE-3 up to the entropy of p.
+- ce: -log q at the target's argmax.
+- nla: -log alpha, and lk_hybrid: lambda * KL + (1 - lambda) * (1 - alpha) with lambda = exp(-3 alpha), the
+  two LK losses (arXiv 2602.23881). lambda is a number of each row and not differentiated: an average over
+  a batch would make the loss depend on packing.
+
+Teacher and draft logits exist for one chunk of positions at a time. A chunk's teacher is computed once and
+serves every unroll step that predicts from it; the gradients are formed at once, so nothing of size [rows,
+vocabulary] outlives its chunk but a buffer of gradients waiting for one large product with the weight.
+
+Legend: F teacher positions, R rows of a step, n rows of a chunk, H head hidden, P target hidden, D draft
+vocabulary, K unroll steps, C positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LOSSES = ("kl", "ce", "nla", "lk_hybrid")
+CHUNK = {"cpu": 128, "cuda": 2048}
+"""Positions whose logits are held at once: what stays in a CPU's cache, what fills a GPU."""
+PENDING = 8
+"""Chunks of gradients [n, D] that wait for one product with the hidden states."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a chunk of positions teaches.
+
+    Attributes:
+        best_C: the target's argmax, for ce.
+        p_CD, entropy_C: its probabilities on the draft vocabulary and their entropy in nats, for the others.
+    """
+
+    best_C: torch.Tensor | None = None
+    p_CD: torch.Tensor | None = None
+    entropy_C: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, logits_CD: torch.Tensor, kind: str) -> Teacher:
+        """From the target's logits on the draft vocabulary, float32 or wider."""
+        if kind == "ce":
+            return cls(best_C=logits_CD.argmax(-1))
+        log_p_CD = logits_CD.log_softmax(-1)
+        p_CD = log_p_CD.exp()
+        return cls(p_CD=p_CD, entropy_C=-torch.linalg.vecdot(p_CD, log_p_CD))
+
+    def rows(self, local_n: torch.Tensor) -> Teacher:
+        """The teachers of some rows, given by ascending places in the chunk."""
+        chosen: Any = local_n
+        if local_n.device.type == "cpu" and int(local_n[-1] - local_n[0]) == len(local_n) - 1:
+            chosen = slice(int(local_n[0]), int(local_n[-1]) + 1)  # consecutive (nearly always): no copy
+        return Teacher(*(None if each is None else each[chosen] for each in (self.best_C, self.p_CD, self.entropy_C)))
+
+
+def divergence(kind: str, teacher: Teacher, logits_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss [n] of rows and its gradient by their logits [n, D].
+
+    With s = sum_v q_v 1[q_v < p_v], d alpha / d z_v = q_v (1[q_v < p_v] - s).
+    """
+    log_q_nD = logits_nD.log_softmax(-1)
+    if teacher.best_C is not None:
+        best_n1 = teacher.best_C[:, None]
+        loss_n = -log_q_nD.gather(-1, best_n1)[:, 0]
+        q_nD = log_q_nD.exp_()
+        return loss_n, q_nD.scatter_add_(-1, best_n1, q_nD.new_full(best_n1.shape, -1.0))
+    p_nD, entropy_n = teacher.p_CD, teacher.entropy_C
+    assert p_nD is not None and entropy_n is not None
+    kl_n = -torch.linalg.vecdot(p_nD, log_q_nD) - entropy_n
+    if kind == "kl":
+        return kl_n, log_q_nD.exp_().sub_(p_nD)
+    q_nD = log_q_nD.exp_()
+    alpha_n = torch.minimum(p_nD, q_nD).sum(-1).clamp(min=torch.finfo(q_nD.dtype).tiny)
+    below_nD = q_nD < p_nD
+    s_n1 = (q_nD * below_nD).sum(-1, keepdim=True)
+    tv_gradient_nD = q_nD * (s_n1 - below_nD.to(q_nD.dtype))
+    if kind == "nla":
+        return -alpha_n.log(), tv_gradient_nD / alpha_n[:, None]
+    lambda_n = (-3 * alpha_n).exp()
+    gradient_nD = tv_gradient_nD.mul_(1 - lambda_n[:, None]).addcmul_(q_nD.sub_(p_nD), lambda_n[:, None])
+    return lambda_n * kl_n + (1 - lambda_n) * (1 - alpha_n), gradient_nD
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows [a, b) of a step, whose teachers lie in one chunk of positions."""
+
+    step: int
+    a: int
+    b: int
+
+    def of(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This piece of a value per step and row."""
+        return values[self.step][self.a : self.b]
+
+
+def _cut(indices: Sequence[torch.Tensor], positions: int, chunk: int) -> list[list[_Piece]]:
+    """For each chunk of teacher positions the rows that learn from it (one transfer from the device)."""
+    edges = torch.arange(0, positions + chunk, chunk, device=indices[0].device)
+    cuts = torch.stack([torch.searchsorted(index_R, edges) for index_R in indices]).tolist()
+    return [
+        [_Piece(k, cut[number], cut[number + 1]) for k, cut in enumerate(cuts) if cut[number] < cut[number + 1]]
+        for number in range(len(edges) - 1)
+    ]
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Sum over steps and rows of weight * loss, and per step the sum of the losses that have a weight.
+
+    `apply` takes weight_DH, teacher_weight_DP, final_FP, the kind of loss, the dtype of the products, per step
+    the places of the rows' teachers in final_FP (int64 [R], ascending) and their weights [R], then the hidden
+    states [R, H] of each step. Gradients reach weight_DH and the hidden states.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_DH, teacher_weight_DP, final_FP, kind, dtype, indices, weights, *hidden):  # type: ignore[no-untyped-def]
+        total, device = torch.promote_types(weight_DH.dtype, torch.float32), weight_DH.device
+        chunk = CHUNK.get(device.type, CHUNK["cuda"])
+        weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
+        loss, sums_K = torch.zeros((), dtype=total, device=device), torch.zeros(len(hidden), dtype=total, device=device)
+        d_weight, d_hidden = torch.zeros_like(weight_DH, dtype=total), [torch.zeros_like(h) for h in hidden]
+        gradients_BD = torch.empty(PENDING * chunk, len(weight), dtype=dtype, device=device)
+        waiting: list[_Piece] = []
+        filled = 0
+
+        def settle() -> None:
+            # The rows' weights are put on the hidden states: the narrow side of both products.
+            scale_n1 = torch.cat([piece.of(weights) for piece in waiting])[:, None]
+            h_nH = torch.cat([piece.of(hidden) for piece in waiting])
+            product = gradients_BD[:filled].T @ (h_nH * scale_n1).to(dtype)
+            d_weight.add_(product)
+            d_h_nH = (gradients_BD[:filled] @ weight) * scale_n1
+            for piece, part in zip(waiting, d_h_nH.split([piece.b - piece.a for piece in waiting]), strict=True):
+                piece.of(d_hidden).copy_(part)
+
+        for number, pieces in enumerate(_cut(indices, len(final_FP), chunk)):
+            if not pieces:
+                continue
+            first = number * chunk
+            teacher = Teacher.of((final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total), kind)
+            for piece in pieces:
+                count, local_n, weight_n = piece.b - piece.a, piece.of(indices) - first, piece.of(weights)
+                if filled + count > len(gradients_BD):
+                    settle()
+                    waiting, filled = [], 0
+                logits_nD = (piece.of(hidden).to(dtype) @ weight.T).to(total)
+                loss_n, gradient_nD = divergence(kind, teacher.rows(local_n), logits_nD)
+                gradients_BD[filled : filled + count] = gradient_nD
+                loss += (loss_n * weight_n).sum()
+                sums_K[piece.step] += (loss_n * (weight_n != 0)).sum()
+                waiting.append(piece)
+                filled += count
+        if waiting:
+            settle()
+        ctx.save_for_backward(d_weight, *d_hidden)
+        ctx.mark_non_differentiable(sums_K)
+        return loss, sums_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        d_weight, *d_hidden = ctx.saved_tensors
+        scale = grads[0]
+        return d_weight * scale, *(None,) * 6, *(d * scale.to(d.dtype) for d in d_hidden)
