@@ -96,7 +96,7 @@ gpu-check: env  ## equality tests on a GPU, then the benchmark at 8B shapes (und
 	  echo "make: gpu-check needs a CUDA device, and torch $$($(PY) -c 'import torch; print(torch.__version__)') sees none here" >&2; \
 	  exit 2; }
 	@$(PY) -m pytest -q -s -m gpu
-	@$(PY) -m train.bench --shapes 8b --device cuda
+	@$(PY) -m train.bench --shapes 8b --device cuda --precision bf16
 
 # How data/demo/conversations.jsonl.gz was made (hours on two cores). Stopped, it goes on where it was.
 conversations: env vllm-env  ## make the demo's conversations again, with the target itself

@@ -154,6 +154,9 @@ def test_b43_every_command_in_the_documents_exists_and_composes(document: str) -
         assert entry, f"{document} runs {module}, which is not there"
         guards = [node for node in ast.parse(entry.read_text()).body if is_main_guard(node)]
         assert guards or entry.name == "__main__.py", f"{document} runs {module}, which does nothing when it is run"
+        if "conf" not in imports(ast.parse(entry.read_text()), module):
+            assert not overrides, f"{document}: {module} takes no overrides"
+            continue
         run = conf.load(overrides)
         assert run.name, f"{document}: {module} {overrides} names no run"
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from models import eagle3
 from models.eagle3 import Eagle3Config, Eagle3Head
+from train import losses
 
 GB = 10**9
 STEPS = 7
@@ -37,19 +38,24 @@ SHAPES_8B = Eagle3Config(
 
 
 class Living(TorchDispatchMode):
-    """Bytes of the tensors that are alive, after each operation; the planes and the embedding count as well."""
+    """Most bytes of tensors alive at once, after any operation; the planes and the embedding count as well."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.bound = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        storages = [leaf.untyped_storage() for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
-        self.alive |= {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in storages}
-        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        for leaf in tree_leaves((args, result)):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+            if storage is not None and (storage._cdata not in self.alive or self.alive[storage._cdata][0].expired()):
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.bound += storage.nbytes()
+        if self.bound > self.peak:  # only then is it worth looking what has been freed
+            self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
+            self.bound = sum(size for _, size in self.alive.values())
+            self.peak = max(self.peak, self.bound)
         return result
 
 
@@ -86,12 +92,13 @@ def unrolled_bytes(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int) -> i
     return living.peak
 
 
-def other_bytes(rows: int, chunk_rows: int = 1024) -> int:
-    """fp32 weights, gradients and AdamW's two moments; the target's heads; final planes; a chunk of the loss."""
+def other_bytes(rows: int) -> int:
+    """fp32 weights, gradients and AdamW's two moments; the target's heads; final planes; chunks of the loss."""
     with torch.device("meta"):
         parameters = sum(each.numel() for each in Eagle3Head(SHAPES_8B, torch.arange(32_000)).parameters())
     teachers = (SHAPES_8B.vocab_size + SHAPES_8B.draft_vocab_size) * 4096 * 2
-    loss = SHAPES_8B.draft_vocab_size * (4096 * (4 + 2) + chunk_rows * 4 * 5)
+    chunk = losses.CHUNK["cuda"]  # five fp32 tensors of its logits' size, and bf16 gradients of several chunks
+    loss = SHAPES_8B.draft_vocab_size * (4096 * (4 + 2) + chunk * (5 * 4 + losses.PENDING * 2))
     return 16 * parameters + teachers + (rows + STEPS) * 4096 * 2 + loss
 
 

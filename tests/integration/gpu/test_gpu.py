@@ -261,8 +261,7 @@ def test_131072_tokens_of_an_8b_target_train_in_one_pack():
     spans = [(tokens - answer, tokens)]
     with DEVICE:
         weights = torch.randn(128_256, 4096, dtype=torch.bfloat16) * 0.02
-        target: Any = SimpleNamespace(load_embedding=lambda: weights, load_lm_head=lambda: weights)
-        objective = Objective(Eagle3Head(config, torch.arange(32_000)), target, ObjectiveConfig(), "bf16")
+        head = Eagle3Head(config, torch.arange(32_000))
         teacher_T = torch.full((tokens,), -1)
         teacher_T[tokens - answer : tokens - 1] = torch.arange(answer - 1)
         pack = Pack(
@@ -274,6 +273,8 @@ def test_131072_tokens_of_an_8b_target_train_in_one_pack():
             spans=spans,
             documents=[],
         )
+    target: Any = SimpleNamespace(load_embedding=lambda: weights, load_lm_head=lambda: weights)
+    objective = Objective(head, target, ObjectiveConfig(), "bf16").to(DEVICE)
     assert len(supervised_rows(spans, 0)) == answer - 1
     loss = objective(pack, [float(row_count(spans, k)) for k in range(7)], 0).loss
     loss.backward()
