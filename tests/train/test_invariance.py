@@ -13,6 +13,7 @@ import torch
 from featurize.store import DocumentFeatures, teacher_positions
 from models.eagle3 import Eagle3Config, Eagle3Head
 from tests.train.memory import MemoryStore, documents_of
+from train import losses
 from train.config import ObjectiveConfig
 from train.objective import Objective
 from train.packs import Pack, build_pack
@@ -32,6 +33,12 @@ def random_shapes(rng: random.Random, count: int) -> list[tuple[int, tuple[tuple
         pairs = zip(sorted(cuts), sorted(cuts)[1:], strict=False)
         shapes.append((length, tuple(pair for pair in pairs if rng.random() < 0.6)))
     return [*shapes, (rng.randint(6, 20), ((2, 6),))]
+
+
+@pytest.fixture(autouse=True, params=[3, 1000])
+def chunk(request, monkeypatch):
+    """Positions whose logits are held at once: many chunks in a pack, or one."""
+    monkeypatch.setitem(losses.CHUNK, "cpu", request.param)
 
 
 class Case:
@@ -55,7 +62,7 @@ class Case:
         embedding, lm_head = (torch.randn(VOCAB, HIDDEN) for _ in range(2))
         target: Any = SimpleNamespace(load_embedding=lambda: embedding, load_lm_head=lambda: lm_head)
         self.steps = rng.randint(1, 5)
-        settings = {"unroll_steps": self.steps, "chunk_rows": rng.choice([3, 1000])} | settings
+        settings = {"unroll_steps": self.steps} | settings
         self.objective = Objective(head, target, ObjectiveConfig(**settings), "fp32").to(dtype)
         self.documents = documents_of(random_shapes(rng, rng.randint(3, 7)))
         self.store: Any = MemoryStore(self.documents, hidden=HIDDEN, vocab=VOCAB, dtype=dtype)
