@@ -87,3 +87,10 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
         bench.main()
     assert stopped.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_document_of_32768_tokens_with_512_supervised_trains_in_4_gb():
+    cell = bench.SHAPES["smollm2"].long[-1]
+    assert cell[0] == cell[1] == 32768 and cell[0] * cell[2] == 512
+    measured = bench.in_its_own_process(["--alone", "smollm2", *map(str, cell), "supervised_rows", "fp32", "cpu"])
+    assert measured.peak_bytes < 4e9
