@@ -20,6 +20,8 @@ import torch
 from models import flex
 
 BLOCK_ROWS = 256
+BLOCK_PAIRS = 1 << 19
+"""Rows times keys of a block: its scores stay in the cache, and small, however long the document."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ def blocks_of(rows_R: torch.Tensor, starts_R: torch.Tensor) -> list[Block]:
     rows, starts = rows_R.tolist(), starts_R.tolist()
     blocks, first = [], 0
     for index in range(1, len(rows) + 1):
-        if index == len(rows) or starts[index] != starts[first] or index - first == BLOCK_ROWS:
+        pairs = (index + 1 - first) * (rows[min(index, len(rows) - 1)] + 1 - starts[first])
+        full = index - first == BLOCK_ROWS or pairs > BLOCK_PAIRS
+        if index == len(rows) or starts[index] != starts[first] or full:
             blocks.append(Block(first, index, starts[first], rows[index - 1] + 1))
             first = index
     return blocks

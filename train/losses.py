@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 LOSSES = ("kl", "ce", "nla", "lk_hybrid")
-CHUNK = {"cpu": 128, "cuda": 2048}
+CHUNK = {"cpu": 64, "cuda": 2048}
 """Positions whose logits are held at once: what stays in a CPU's cache, what fills a GPU."""
-PENDING = 8
+PENDING = 16
 """Chunks of gradients [n, D] that wait for one product with the hidden states."""
 
 
@@ -129,6 +129,7 @@ class ChunkedLoss(torch.autograd.Function):
         loss, sums_K = torch.zeros((), dtype=total, device=device), torch.zeros(len(hidden), dtype=total, device=device)
         d_weight, d_hidden = torch.zeros_like(weight_DH, dtype=total), [torch.zeros_like(h) for h in hidden]
         gradients_BD = torch.empty(PENDING * chunk, len(weight), dtype=dtype, device=device)
+        product_DH = torch.empty_like(weight)  # once: memory that is fresh for each product costs as much as some
         waiting: list[_Piece] = []
         filled = 0
 
@@ -136,8 +137,8 @@ class ChunkedLoss(torch.autograd.Function):
             # The rows' weights are put on the hidden states: the narrow side of both products.
             scale_n1 = torch.cat([piece.of(weights) for piece in waiting])[:, None]
             h_nH = torch.cat([piece.of(hidden) for piece in waiting])
-            product = gradients_BD[:filled].T @ (h_nH * scale_n1).to(dtype)
-            d_weight.add_(product)
+            torch.mm(gradients_BD[:filled].T, (h_nH * scale_n1).to(dtype), out=product_DH)
+            d_weight.add_(product_DH)
             d_h_nH = (gradients_BD[:filled] @ weight) * scale_n1
             for piece, part in zip(waiting, d_h_nH.split([piece.b - piece.a for piece in waiting]), strict=True):
                 piece.of(d_hidden).copy_(part)
