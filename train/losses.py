@@ -168,6 +168,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        d_weight, *d_hidden = ctx.saved_tensors
-        scale = grads[0]
-        return d_weight * scale, *(None,) * 6, *(d * scale.to(d.dtype) for d in d_hidden)
+        d_weight, *d_hidden = (
+            each.mul_(grads[0].to(each.dtype)) for each in ctx.saved_tensors
+        )  # in place: they are large
+        return d_weight, *(None,) * 6, *d_hidden

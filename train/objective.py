@@ -37,7 +37,7 @@ class Objective(nn.Module):
 
     embedding_VH: torch.Tensor
     teacher_VP: torch.Tensor
-    teacher_DP: torch.Tensor
+    reduced_DP: torch.Tensor | None
     drafted_V: torch.Tensor
 
     def __init__(self, head: Eagle3Head, target: Target, settings: ObjectiveConfig, precision: str) -> None:
@@ -47,10 +47,14 @@ class Objective(nn.Module):
         frozen = torch.float32 if precision == "fp32" else torch.bfloat16
         self.register_buffer("embedding_VH", target.load_embedding().to(frozen), persistent=False)
         self.register_buffer("teacher_VP", target.load_lm_head().to(frozen), persistent=False)
-        rows_DP = self.teacher_VP[head.ids_D] if head.reduced else self.teacher_VP
-        self.register_buffer("teacher_DP", rows_DP, persistent=False)
+        self.register_buffer("reduced_DP", self.teacher_VP[head.ids_D] if head.reduced else None, persistent=False)
         drafted_V = torch.zeros(len(self.teacher_VP), dtype=torch.bool).index_fill(0, head.ids_D.cpu(), True)
         self.register_buffer("drafted_V", drafted_V, persistent=False)
+
+    @property
+    def teacher_DP(self) -> torch.Tensor:
+        """Rows of the target's lm_head that belong to the draft vocabulary."""
+        return self.teacher_VP if self.reduced_DP is None else self.reduced_DP
 
     def rows(self, pack: Pack, seed: int | None) -> list[torch.Tensor]:
         """Rows per step; with a seed, step k keeps about row_share ** k of them (nested)."""
@@ -116,7 +120,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
     head, dtype = objective.head, objective.dtype or objective.head.lm_head.weight.dtype
     final_FP, chunk = pack.final_FP.to(dtype), CHUNK.get(pack.final_FP.device.type, CHUNK["cuda"])
     shape = (steps[0].rows_R.numel(), len(steps))
-    hits_RK, accept_RK = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    hits_RK, accept_RK = (torch.full(shape, torch.nan, device=final_FP.device) for _ in range(2))
     for first in range(0, final_FP.shape[0], chunk):
         logits_CV = (final_FP[first : first + chunk] @ objective.teacher_VP.to(dtype).T).float()
         best_C = logits_CV.argmax(-1)
@@ -129,9 +133,9 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
             local = index_R[within] - first
             q_RD = (step.hidden_RH[within].to(dtype) @ head.lm_head.weight.to(dtype).T).float()
             place = torch.searchsorted(steps[0].rows_R, step.rows_R[within])
-            hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float().cpu()
-            accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1).cpu()
-    return hits_RK, accept_RK
+            hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float()
+            accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1)
+    return hits_RK.cpu(), accept_RK.cpu()
 
 
 def simulated_al(accept_RK: torch.Tensor) -> float:
