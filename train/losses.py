@@ -26,10 +26,29 @@ from typing import Any
 import torch
 
 LOSSES = ("kl", "ce", "nla", "lk_hybrid")
-CHUNK = {"cpu": 64, "cuda": 2048}
-"""Positions whose logits are held at once: what stays in a CPU's cache, what fills a GPU."""
-PENDING = 16
-"""Chunks of gradients [n, D] that wait for one product with the hidden states."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the work is cut on a kind of device.
+
+    Attributes:
+        chunk: positions whose logits are held at once.
+        strip: rows whose probabilities are: on a CPU what stays in its cache, where all but the products is done.
+        pending: rows of gradients [n, D] that wait for one product with the hidden states.
+    """
+
+    chunk: int
+    strip: int
+    pending: int
+
+
+SIZES = {"cpu": Sizes(256, 32, 2048), "cuda": Sizes(2048, 2048, 16384)}
+
+
+def sizes(device: torch.device) -> Sizes:
+    """The sizes for a device."""
+    return SIZES.get(device.type, SIZES["cuda"])
 
 
 @dataclass(frozen=True)
@@ -46,13 +65,16 @@ class Teacher:
     entropy_C: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, logits_CD: torch.Tensor, kind: str) -> Teacher:
-        """From the target's logits on the draft vocabulary, float32 or wider."""
+    def of(cls, logits_CD: torch.Tensor, kind: str, dtype: torch.dtype, strip: int) -> Teacher:
+        """From the target's logits on the draft vocabulary; probabilities in `dtype`."""
         if kind == "ce":
             return cls(best_C=logits_CD.argmax(-1))
-        log_p_CD = logits_CD.log_softmax(-1)
-        p_CD = log_p_CD.exp()
-        return cls(p_CD=p_CD, entropy_C=-torch.linalg.vecdot(p_CD, log_p_CD))
+        p_CD, entropies = torch.empty_like(logits_CD, dtype=dtype), []
+        for logits, p in zip(logits_CD.split(strip), p_CD.split(strip), strict=True):
+            log_p = logits.to(dtype).log_softmax(-1)
+            torch.exp(log_p, out=p)
+            entropies.append(-torch.linalg.vecdot(p, log_p))
+        return cls(p_CD=p_CD, entropy_C=torch.cat(entropies))
 
     def rows(self, local_n: torch.Tensor) -> Teacher:
         """The teachers of some rows, given by ascending places in the chunk."""
@@ -124,11 +146,11 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_DH, teacher_weight_DP, final_FP, kind, dtype, indices, weights, *hidden):  # type: ignore[no-untyped-def]
         total, device = torch.promote_types(weight_DH.dtype, torch.float32), weight_DH.device
-        chunk = CHUNK.get(device.type, CHUNK["cuda"])
+        size = sizes(device)
         weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
         loss, sums_K = torch.zeros((), dtype=total, device=device), torch.zeros(len(hidden), dtype=total, device=device)
         d_weight, d_hidden = torch.zeros_like(weight_DH, dtype=total), [torch.zeros_like(h) for h in hidden]
-        gradients_BD = torch.empty(PENDING * chunk, len(weight), dtype=dtype, device=device)
+        gradients_BD = torch.empty(max(size.pending, size.chunk), len(weight), dtype=dtype, device=device)
         product_DH = torch.empty_like(weight)  # once: memory that is fresh for each product costs as much as some
         waiting: list[_Piece] = []
         filled = 0
@@ -143,19 +165,30 @@ class ChunkedLoss(torch.autograd.Function):
             for piece, part in zip(waiting, d_h_nH.split([piece.b - piece.a for piece in waiting]), strict=True):
                 piece.of(d_hidden).copy_(part)
 
-        for number, pieces in enumerate(_cut(indices, len(final_FP), chunk)):
+        for number, pieces in enumerate(_cut(indices, len(final_FP), size.chunk)):
             if not pieces:
                 continue
-            first = number * chunk
-            teacher = Teacher.of((final_FP[first : first + chunk].to(dtype) @ teacher_weight.T).to(total), kind)
+            first = number * size.chunk
+            teacher_CD = final_FP[first : first + size.chunk].to(dtype) @ teacher_weight.T
+            teacher = Teacher.of(teacher_CD, kind, total, size.strip)
             for piece in pieces:
-                count, local_n, weight_n = piece.b - piece.a, piece.of(indices) - first, piece.of(weights)
+                count = piece.b - piece.a
                 if filled + count > len(gradients_BD):
                     settle()
                     waiting, filled = [], 0
-                logits_nD = (piece.of(hidden).to(dtype) @ weight.T).to(total)
-                loss_n, gradient_nD = divergence(kind, teacher.rows(local_n), logits_nD)
-                gradients_BD[filled : filled + count] = gradient_nD
+                logits_nD = piece.of(hidden).to(dtype) @ weight.T
+                rows = zip(
+                    logits_nD.split(size.strip),
+                    (piece.of(indices) - first).split(size.strip),
+                    gradients_BD[filled : filled + count].split(size.strip),
+                    strict=True,
+                )
+                losses = []
+                for logits, local, gradient in rows:
+                    loss_n, exact = divergence(kind, teacher.rows(local), logits.to(total))
+                    gradient.copy_(exact)
+                    losses.append(loss_n)
+                loss_n, weight_n = torch.cat(losses), piece.of(weights)
                 loss += (loss_n * weight_n).sum()
                 sums_K[piece.step] += (loss_n * (weight_n != 0)).sum()
                 waiting.append(piece)
@@ -168,7 +201,6 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        d_weight, *d_hidden = (
-            each.mul_(grads[0].to(each.dtype)) for each in ctx.saved_tensors
-        )  # in place: they are large
+        # In place: they are large.
+        d_weight, *d_hidden = (each.mul_(grads[0].to(each.dtype)) for each in ctx.saved_tensors)
         return d_weight, *(None,) * 6, *d_hidden

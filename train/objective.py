@@ -19,7 +19,7 @@ from torch import nn
 from models.eagle3 import Eagle3Head, Step
 from models.target import Target
 from train.config import ObjectiveConfig
-from train.losses import CHUNK, ChunkedLoss
+from train.losses import ChunkedLoss, sizes
 from train.packs import Pack, supervised_rows
 
 
@@ -118,7 +118,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
         min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
     """
     head, dtype = objective.head, objective.dtype or objective.head.lm_head.weight.dtype
-    final_FP, chunk = pack.final_FP.to(dtype), CHUNK.get(pack.final_FP.device.type, CHUNK["cuda"])
+    final_FP, chunk = pack.final_FP.to(dtype), sizes(pack.final_FP.device).chunk
     shape = (steps[0].rows_R.numel(), len(steps))
     hits_RK, accept_RK = (torch.full(shape, torch.nan, device=final_FP.device) for _ in range(2))
     for first in range(0, final_FP.shape[0], chunk):

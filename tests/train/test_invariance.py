@@ -38,7 +38,7 @@ def random_shapes(rng: random.Random, count: int) -> list[tuple[int, tuple[tuple
 @pytest.fixture(autouse=True, params=[3, 1000])
 def chunk(request, monkeypatch):
     """Positions whose logits are held at once: many chunks in a pack, or one."""
-    monkeypatch.setitem(losses.CHUNK, "cpu", request.param)
+    monkeypatch.setitem(losses.SIZES, "cpu", losses.Sizes(request.param, 2, request.param))
 
 
 class Case:

@@ -97,8 +97,8 @@ def other_bytes(rows: int) -> int:
     with torch.device("meta"):
         parameters = sum(each.numel() for each in Eagle3Head(SHAPES_8B, torch.arange(32_000)).parameters())
     teachers = (SHAPES_8B.vocab_size + SHAPES_8B.draft_vocab_size) * 4096 * 2
-    chunk = losses.CHUNK["cuda"]  # five fp32 tensors of its logits' size, and bf16 gradients of several chunks
-    loss = SHAPES_8B.draft_vocab_size * (4096 * (4 + 2) + chunk * (5 * 4 + losses.PENDING * 2))
+    size = losses.SIZES["cuda"]  # five fp32 tensors of its logits' size, and bf16 gradients of several chunks
+    loss = SHAPES_8B.draft_vocab_size * (4096 * (4 + 2) + size.chunk * 5 * 4 + size.pending * 2)
     return 16 * parameters + teachers + (rows + STEPS) * 4096 * 2 + loss
 
 

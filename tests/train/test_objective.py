@@ -37,9 +37,8 @@ DRAFT_IDS = torch.tensor([0, 1, 4, 5, 7, 11, 12, 15, 19])
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Five positions a chunk, two chunks a product: so that these small packs cross all borders."""
-    monkeypatch.setitem(losses.CHUNK, "cpu", 5)
-    monkeypatch.setattr(losses, "PENDING", 2)
+    """Five positions a chunk, two rows a strip, ten a product: so that these small packs cross all borders."""
+    monkeypatch.setitem(losses.SIZES, "cpu", losses.Sizes(5, 2, 10))
 
 
 def random_head(**changes) -> Eagle3Head:
