@@ -14,14 +14,19 @@ class DataConfig:
         max_tokens: documents are cut here; what fits of an answer stays supervised.
         validation_share: share of documents held out for validation, chosen by a hash of their id.
         limit: use only the first documents; null for all.
+        route_limits: of the routes named here, use only so many documents: {chat: 200, math: 500}.
     """
 
     conversations: list[str] = field(default_factory=list)
     max_tokens: int = 2048
     validation_share: float = 0.02
     limit: int | None = None
+    route_limits: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for route, most in self.route_limits.items():
+            if most < 0:
+                raise ValueError(f"data.route_limits.{route}={most} must not be negative")
         if self.max_tokens < 4:
             raise ValueError(f"data.max_tokens={self.max_tokens} leaves no room for a prompt and an answer")
         if not 0 <= self.validation_share < 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,6 +103,7 @@ def describe_inputs(
         "data.conversations (contents)": [file_sha256(file) for file in files],
         "data.max_tokens": data.max_tokens,
         "data.limit": data.limit,
+        "data.route_limits": dict(data.route_limits),
         "target configuration": target.config_hash,
         "target weights": target.weights_hash,
         "target tokenizer and chat template": tokenizer_fingerprint(Path(target.path)),
@@ -155,20 +157,31 @@ def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
     documents: list[Document] = []
     pieces: list[torch.Tensor] = []
     truncated = {"documents": 0, "supervised_tokens": 0}
+    taken: Counter[str] = Counter()
+    beyond = 0
     for conversation in read_conversations(data.conversations, refusals):
         if data.limit is not None and len(documents) >= data.limit:
             break
+        if (
+            conversation.route in data.route_limits
+            and taken[conversation.route] >= data.route_limits[conversation.route]
+        ):
+            beyond += 1
+            continue
         try:
             rendered = renderer.render(conversation, data.max_tokens)
         except Unusable as error:
             refusals.add(str(error), conversation.source)
             continue
+        taken[conversation.route or ""] += 1
         documents.append(Document(conversation.id, conversation.route, len(rendered.ids), rendered.spans))
         pieces.append(torch.tensor(rendered.ids, dtype=torch.int32))
         truncated["documents"] += rendered.cut > 0
         truncated["supervised_tokens"] += rendered.cut
     for line in refusals.lines():
         log.warning("left out: %s", line)
+    if beyond:
+        log.info("left out: %d conversations beyond data.route_limits", beyond)
     if not documents:
         raise Refused(
             f"no document is left to featurize; left out: {'; '.join(refusals.lines()) or 'nothing was read'}"

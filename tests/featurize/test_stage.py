@@ -260,6 +260,13 @@ def test_the_first_documents_alone_can_be_taken(run: Run) -> None:
     assert len(FeatureStore.open(run.directory / "features")) == 5
 
 
+def test_of_a_route_so_many_documents_as_its_limit_says(run: Run) -> None:
+    run.data.route_limits = {"json": 3}
+    work(run)
+    routes = [document.route for document in FeatureStore.open(run.directory / "features").documents]
+    assert (routes.count("chat"), routes.count("json")) == (24, 3)
+
+
 def test_b07_features_of_another_target_template_or_layers_do_not_fit(run: Run, make_target: Any) -> None:
     work(run)
     store = FeatureStore.open(run.directory / "features")
