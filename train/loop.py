@@ -123,6 +123,8 @@ class Trainer:
 
     def _fit(self) -> None:
         """Fit the start values on the main process, for all."""
+        if self.accelerator.is_main_process:
+            log.info("fitting the start values on up to %d rows", rows_wanted(self.head.config))
         ranks.first(self.accelerator, lambda: fit_start(self.objective, self._first_packs))
         if self.accelerator.num_processes > 1:
             for parameter in self.head.parameters():

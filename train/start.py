@@ -103,7 +103,8 @@ class Regression:
 def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None:
     """Give fc, v_proj, o_proj and norm of a head that `initialise` has made their least-squares values, in place.
 
-    Does nothing for a head of another width than its target's: it has no output space to regress on.
+    Does nothing for a head of another width than its target's, which has no output space to regress on, nor where
+    no row is supervised at all steps.
 
     Args:
         packs: gives the same packs, on the head's device, each time: they are read once per sweep, never held.
@@ -112,6 +113,9 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
     if config.hidden_size != config.target_hidden_size:
         return
     width, hidden = head.fc.in_features, config.hidden_size
+    with_rows = next((pack for pack in packs() if len(Rows.of(objective, pack).planes_RW)), None)
+    if with_rows is None:
+        return
     features = Regression(width + hidden, hidden, head.fc.weight)
     for rows in (Rows.of(objective, pack) for pack in packs()):
         features.add(torch.cat((rows.planes_RW, rows.embedded_KRH[0]), -1), rows.wanted_KRH[0])
@@ -125,7 +129,7 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
         value_WS, output_SH = layer.solve_truncated(config.num_key_value_heads * config.head_dim)
         map_WH = value_WS @ output_SH
     write_layer(head.midlayer.self_attn, value_WS, output_SH)
-    calibrate(objective, next(iter(packs())))
+    calibrate(objective, with_rows)
 
 
 def add_steps(regression: Regression, objective: Objective, rows: Rows, map_WH: torch.Tensor) -> None:

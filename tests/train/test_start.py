@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,3 +121,14 @@ def test_a_head_of_another_width_is_left_alone(world):
     before = {name: value.clone() for name, value in objective.head.state_dict().items()}
     start.fit_start(objective, lambda: [pack])
     assert all(torch.equal(value, before[name]) for name, value in objective.head.state_dict().items())
+
+
+def test_packs_without_rows_are_passed_over(world):
+    objective, pack = world
+    empty = dataclasses.replace(pack, spans=[(8, 10)])  # one row, but none that a third step supervises
+    before = {name: value.clone() for name, value in objective.head.state_dict().items()}
+    start.fit_start(objective, lambda: [empty])
+    assert all(torch.equal(value, before[name]) for name, value in objective.head.state_dict().items())
+    start.fit_start(objective, lambda: [empty, pack])
+    assert all(value.isfinite().all() for value in objective.head.state_dict().values())
+    assert not torch.equal(objective.head.fc.weight, before["fc.weight"])
