@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -31,6 +32,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.unroll_steps < 1:
             raise ValueError(f"objective.unroll_steps={self.unroll_steps} must be at least 1")
+        if not 0 < self.decay < math.inf:
+            raise ValueError(f"objective.decay={self.decay} must be above 0")
         for key, allowed in {
             "loss": ("kl", "ce", "nla", "lk_hybrid"),
             "out_of_vocabulary": ("renormalise", "skip"),
@@ -68,6 +71,17 @@ class OptimConfig:
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
+        for key, peak in {"lr": self.lr, "muon_lr": self.muon_lr}.items():
+            if peak is not None and not 0 < peak < math.inf:
+                raise ValueError(f"optim.{key}={peak} must be above 0")
+        # A negative limit would turn the gradients round.
+        for key in ("max_grad_norm", "weight_decay"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative; 0 switches it off")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={self.betas} are not in [0, 1)")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"optim.final_share={self.final_share} is not in [0, 1]")
         if self.warmup_steps < 0:
             raise ValueError(f"optim.warmup_steps={self.warmup_steps} must not be negative")
         if self.schedule not in ("cosine", "linear", "constant", "wsd"):

@@ -30,7 +30,13 @@ def test_wsd_stays_at_the_peak_until_its_last_share_and_ends_at_the_final_one():
     assert shape[99] == pytest.approx(0.1 + 0.9 / 25)
 
 
-@pytest.mark.parametrize("wrong", [{"schedule": "step"}, {"decay_share": 0.0}, {"ema_decay": 1.0}])
+WRONG = [
+    {"schedule": "step"}, {"decay_share": 0.0}, {"ema_decay": 1.0}, {"max_grad_norm": -1.0}, {"lr": -1e-4},
+    {"lr": float("nan")}, {"muon_lr": 0.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"final_share": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_an_impossible_setting_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"optim.{next(iter(wrong))}="):
         OptimConfig(**wrong)
