@@ -29,17 +29,19 @@ from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.measure import Journal, Progress, draw_curves, peak_memory
 from train.objective import Objective, Outcome, judge
 from train.optimizer import schedule
-from train.packs import Pack, build_pack, read_ahead, row_count
+from train.packs import Pack, build_pack, read_ahead
 from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import PREEMPTED, StopRequest
-from train.start import STEPS, fit_start, rows_wanted
+from train.start import fit_start, rows_wanted, sample
 from train.stock import Stock, count_supervised, divide
 from train.validate import validate
 
 log = logging.getLogger(__name__)
 
 SAMPLE = 64
-"""Training documents whose planes decide the head's start values."""
+"""Training documents whose planes set the scale of the head's start values."""
+SAMPLE_POSITIONS = 512
+"""Most positions of each, evenly spaced, since documents may be long."""
 
 
 @dataclass
@@ -59,6 +61,12 @@ class Window:
             "rows_per_s": self.rows / seconds,
             "data_wait": self.waited / seconds,
         }
+
+
+def sample_planes(store: FeatureStore, documents: Sequence[int]) -> torch.Tensor:
+    """Aux planes [T, A, P] of some positions of the first documents."""
+    planes = (store.read(index).aux for index in documents[:SAMPLE])
+    return torch.cat([aux_TAP[:: -(-len(aux_TAP) // SAMPLE_POSITIONS)] for aux_TAP in planes])
 
 
 class Trainer:
@@ -99,7 +107,7 @@ class Trainer:
         self.coverage = 1.0 if ids is None else counts[ids].sum().item() / max(1, counts.sum().item())
         torch.manual_seed(trainer.seed)
         self.head = Eagle3Head(config, ids)
-        initialise(self.head, target, torch.cat([store.read(i).aux for i in self.training[:SAMPLE]]))
+        initialise(self.head, target, sample_planes(store, self.training))
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
         if trainer.compile:
             self.head.compile_parts()
@@ -125,20 +133,16 @@ class Trainer:
         """Fit the start values on the main process, for all."""
         if self.accelerator.is_main_process:
             log.info("fitting the start values on up to %d rows", rows_wanted(self.head.config))
-        ranks.first(self.accelerator, lambda: fit_start(self.objective, self._first_packs))
+        ranks.first(self.accelerator, lambda: fit_start(self.objective, self._start_packs))
         if self.accelerator.num_processes > 1:
             for parameter in self.head.parameters():
                 torch.distributed.broadcast(parameter.data, 0)
 
-    def _first_packs(self) -> Iterator[Pack]:
-        """The first packs of training, as many as the start values are fitted to."""
-        wanted = rows_wanted(self.head.config)
-        for planned in (pack for step in range(len(self.plan)) for pack in self.plan[step].packs):
-            if wanted <= 0:
-                return
-            pack = build_pack(self.store, planned.documents)
-            wanted -= row_count(pack.spans, STEPS - 1)
-            yield pack.to(self.accelerator.device)
+    def _start_packs(self) -> Iterator[Pack]:
+        """The packs that the start values are fitted to."""
+        documents = sample(self.head.config, self.corpus, self.training)
+        for pack in plan_packs(self.corpus, documents, self.settings.pack_tokens):
+            yield build_pack(self.store, pack).to(self.accelerator.device)
 
     def finished(self) -> bool:
         """Whether this run has been trained to its end already.

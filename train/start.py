@@ -19,15 +19,17 @@ attention, E head size, D draft vocabulary, F teacher positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding, rms_norm
 
 from models.eagle3 import Attention, Eagle3Config
 from train.objective import Objective
 from train.packs import Pack, supervised_rows
+from train.plan import Corpus
 
 STEPS = 3
 """Unroll steps that M is fitted to; later ones resemble the last."""
@@ -36,6 +38,12 @@ SWEEPS = 3
 RIDGE = 0.01
 """Of each regressor's own variance: the units of a channel do not matter."""
 ROWS_PER_REGRESSOR = 16
+TOKENS_PER_ROW = 4
+"""Tokens that may be read for each row that is wanted, where rows are rare."""
+STRETCHES = 8
+"""Places of the store that the sample comes from: each opens few shards, which are checked as a whole."""
+ROWS_AT_ONCE = 16384
+"""Most rows of a pack that are looked at; they are held in fp32, planes and all."""
 
 
 def rows_wanted(config: Eagle3Config) -> int:
@@ -43,9 +51,23 @@ def rows_wanted(config: Eagle3Config) -> int:
     return ROWS_PER_REGRESSOR * (len(config.aux_layers) * config.target_hidden_size + config.hidden_size)
 
 
+def sample(config: Eagle3Config, corpus: Corpus, documents: Sequence[int]) -> list[int]:
+    """Documents with about as many rows as the regressions should see, from a few stretches of `documents`.
+
+    One process reads them while the others wait, so their number is bounded however few rows they have.
+    """
+    wanted, step = rows_wanted(config) / STRETCHES, min(STEPS, corpus.rows_NK.shape[1]) - 1
+    chosen: list[int] = []
+    for stretch in np.array_split(np.array(documents, dtype=np.int64), STRETCHES):
+        rows, tokens = corpus.rows_NK[stretch, step].cumsum(), corpus.tokens_N[stretch].cumsum()
+        before = np.searchsorted(rows, wanted), np.searchsorted(tokens, TOKENS_PER_ROW * wanted)
+        chosen += stretch[: int(min(before)) + 1].tolist()
+    return chosen
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a pack that all K steps of the fit supervise.
+    """Rows of a pack that all K steps of the fit supervise.
 
     Attributes:
         planes_RW: what fc reads. embedded_KRH: normed embeddings of the fed tokens. wanted_KRH: u_k, of RMS 1.
@@ -60,6 +82,7 @@ class Rows:
         """Read from a pack, in the precision of the head's weights."""
         head, steps = objective.head, min(STEPS, objective.settings.unroll_steps)
         like, rows_R = head.fc.weight, supervised_rows(pack.spans, steps - 1).to(pack.tokens_T.device)
+        rows_R = rows_R[:: -(-len(rows_R) // ROWS_AT_ONCE) or 1]
         following_KR = torch.stack([rows_R + 1 + k for k in range(steps)])
         embedded_KRH = embedding(pack.tokens_T[following_KR], objective.embedding_VH).to(like)
         direction_KRH = pack.final_FP[pack.teacher_T[following_KR]].to(like) / head.norm.weight

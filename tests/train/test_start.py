@@ -11,10 +11,13 @@ import torch
 from torch.nn.functional import rms_norm
 
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from tests.train.memory import MemoryStore, documents_of
 from train import start
 from train.config import ObjectiveConfig
+from train.loop import SAMPLE, SAMPLE_POSITIONS, sample_planes
 from train.objective import Objective, judge
 from train.packs import Pack, row_count
+from train.plan import Corpus, Costs
 
 HIDDEN, VOCABULARY, LENGTH = 24, 60, 600
 
@@ -132,3 +135,38 @@ def test_packs_without_rows_are_passed_over(world):
     start.fit_start(objective, lambda: [empty, pack])
     assert all(value.isfinite().all() for value in objective.head.state_dict().values())
     assert not torch.equal(objective.head.fc.weight, before["fc.weight"])
+
+
+def test_the_scale_of_planes_is_measured_on_few_positions_of_long_documents():
+    lengths = [20_000, 3, *[700] * 100]
+    store: Any = MemoryStore(documents_of([(length, ((0, 3),)) for length in lengths]), hidden=2)
+    planes_TAP = sample_planes(store, range(len(lengths)))
+    assert len(planes_TAP) <= SAMPLE * SAMPLE_POSITIONS
+    assert torch.equal(planes_TAP[0], store.read(0).aux[0])
+    assert len(store.reads) == SAMPLE + 1
+
+
+@pytest.mark.parametrize("answer", [2, 60], ids=["no row at the last step of the fit", "many rows"])
+def test_the_sample_of_the_fit_is_small_and_in_few_places_of_a_large_store(world, answer):
+    config = world[0].head.config
+    documents = documents_of([(100, ((40, 40 + answer),))] * 50_000)
+    corpus = Corpus.of(documents, Costs.of(config, 1.0), 5)
+    chosen = start.sample(config, corpus, range(len(documents)))
+    assert len(set(chosen)) == len(chosen)
+    assert sum(after != before + 1 for before, after in zip(chosen, chosen[1:], strict=False)) < start.STRETCHES
+    wanted, margin = start.rows_wanted(config), 1 + start.STRETCHES
+    if answer == 60:
+        assert wanted <= 57 * len(chosen) <= wanted + 57 * margin
+    else:
+        assert len(chosen) <= start.TOKENS_PER_ROW * wanted / 100 + margin
+
+
+def test_all_documents_of_a_small_store_are_in_the_sample_once(world):
+    config = world[0].head.config
+    documents = documents_of([(30, ((10, 20),))] * 5)
+    assert start.sample(config, Corpus.of(documents, Costs.of(config, 1.0), 1), [0, 2, 3]) == [0, 2, 3]
+
+
+def test_no_more_rows_of_a_long_pack_are_held_than_fit(world, monkeypatch):
+    monkeypatch.setattr(start, "ROWS_AT_ONCE", 100)
+    assert 50 < len(start.Rows.of(*world).planes_RW) <= 100
