@@ -196,7 +196,7 @@ def lay_out(corpus: Corpus, order: np.ndarray, budget: int, packs_per_step: int)
     layout, at = Layout(), 0
     waiting: list[int] = []
     while waiting or at < len(order):
-        missing = int(DRAWN * packs_per_step * budget) - int(needs_N[waiting].sum())
+        missing = max(1, int(DRAWN * packs_per_step * budget)) - int(needs_N[waiting].sum())
         upto = at + int(np.searchsorted(drawn_N[at:], drawn_N[at] + max(0, missing)))
         fresh = order[at:upto]
         fresh = fresh[np.argsort(-corpus.work_N[fresh], kind="stable")]

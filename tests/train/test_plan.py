@@ -235,3 +235,8 @@ def test_b21_processes_are_dealt_by_their_global_rank_disjointly_and_completely(
     assert all(shards)
     assert sum(len(shard) for shard in shards) == 17
     assert set().union(*shards) == set(range(17))
+
+
+def test_packs_of_a_single_token_hold_a_document_each():
+    corpus = corpus_of(SEVENTEEN)
+    assert sorted(plan_packs(corpus, range(17), budget=1)) == [[index] for index in range(17)]
