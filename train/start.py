@@ -85,7 +85,9 @@ class Rows:
         rows_R = rows_R[:: -(-len(rows_R) // ROWS_AT_ONCE) or 1]
         following_KR = torch.stack([rows_R + 1 + k for k in range(steps)])
         embedded_KRH = embedding(pack.tokens_T[following_KR], objective.embedding_VH).to(like)
-        direction_KRH = pack.final_FP[pack.teacher_T[following_KR]].to(like) / head.norm.weight
+        final_KRH = pack.final_FP[pack.teacher_T[following_KR]].to(like)
+        # A channel that the target's norm silences says nothing of the direction before it.
+        direction_KRH = torch.where(head.norm.weight == 0, 0, final_KRH / head.norm.weight)
         return cls(
             head.planes(pack.aux_TAP[rows_R].to(like)),
             head.midlayer.input_layernorm(embedded_KRH),

@@ -170,3 +170,12 @@ def test_all_documents_of_a_small_store_are_in_the_sample_once(world):
 def test_no_more_rows_of_a_long_pack_are_held_than_fit(world, monkeypatch):
     monkeypatch.setattr(start, "ROWS_AT_ONCE", 100)
     assert 50 < len(start.Rows.of(*world).planes_RW) <= 100
+
+
+def test_a_channel_that_the_targets_norm_silences_is_passed_over(world):
+    objective, pack = world
+    with torch.no_grad():
+        objective.head.norm.weight[3] = 0
+    pack.final_FP[:, 3] = 0
+    start.fit_start(objective, lambda: [pack])
+    assert all(value.isfinite().all() for value in objective.head.state_dict().values())
