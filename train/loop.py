@@ -326,9 +326,10 @@ class Trainer:
             if journal is not None:
                 line = {"step": progress.step, "val_al": verdict.greedy, "val_al_sampled": verdict.sampled}
                 journal.write(line | {"val_accuracy": verdict.accuracy})
+                accuracy = " ".join("-" if share is None else f"{share:.3f}" for share in verdict.accuracy)
                 log.info(
                     "validation at step %d: simulated AL %.3f greedy, %.3f sampled; accuracy %s",
-                    progress.step, verdict.greedy, verdict.sampled, " ".join(f"{a:.3f}" for a in verdict.accuracy),
+                    progress.step, verdict.greedy, verdict.sampled, accuracy,
                 )  # fmt: skip
         self._save(progress)
 

@@ -144,7 +144,7 @@ def draw_curves(journal: Path, picture: Path) -> None:
     validation = [line for line in lines if "val_al" in line]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
     for panel, key, source, title in (
-        (axes[0, 0], "loss_per_step", training, "KL per unroll step (training)"),
+        (axes[0, 0], "loss_per_step", training, "Loss per unroll step (training)"),
         (axes[0, 1], "accuracy", judged, "Accuracy per unroll step (training)"),
     ):
         for k in range(len(source[0][key]) if source else 0):

@@ -18,12 +18,12 @@ class Verdict:
 
     Attributes:
         greedy, sampled: simulated AL by argmax hits, and by expected acceptance at temperature 1.
-        accuracy: share of greedy hits per unroll step, over the rows that the step supervises.
+        accuracy: share of greedy hits per unroll step, over the rows that the step supervises; None without any.
     """
 
     greedy: float
     sampled: float
-    accuracy: list[float]
+    accuracy: list[float | None]
 
 
 @torch.no_grad()
@@ -49,4 +49,5 @@ def validate(objective: Objective, store: FeatureStore, packs: list[list[int]], 
         whole = accelerator.reduce(whole, "sum").double().cpu()
         hit_sums, row_sums, runs = whole[:steps_K], whole[steps_K:-2], whole[-2:]
     greedy, sampled = (1 + runs / row_sums[0].clamp(min=1)).tolist()
-    return Verdict(greedy, sampled, (hit_sums / row_sums).tolist())
+    accuracy = [hits / n if n else None for hits, n in zip(hit_sums.tolist(), row_sums.tolist(), strict=True)]
+    return Verdict(greedy, sampled, accuracy)

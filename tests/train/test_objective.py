@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from models import eagle3
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.rope import rotate
+from tests.train.memory import MemoryStore, documents_of
 from train import losses
 from train.config import ObjectiveConfig
 from train.objective import Objective, judge, simulated_al
 from train.packs import Pack, row_count, supervised_rows
+from train.validate import validate
 
 CONFIG = Eagle3Config(
     hidden_size=12,
@@ -257,3 +260,12 @@ def test_simulated_al_is_the_run_to_the_first_miss_and_out_of_vocabulary_is_a_mi
             q = torch.zeros(20, dtype=torch.float64).index_put((DRAFT_IDS,), logits.softmax(-1))
             assert hits_RK[place, k] == float(DRAFT_IDS[logits.argmax()] == p.argmax())
             assert accept_RK[place, k].item() == pytest.approx(torch.minimum(p, q).sum().item(), rel=1e-5)
+
+
+def test_a_step_that_supervises_no_held_out_row_has_no_accuracy():
+    torch.manual_seed(6)
+    store: Any = MemoryStore(documents_of([(9, ((3, 6),)), (4, ())]))
+    alone = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    verdict = validate(make_objective(random_head()), store, [[0], [1]], alone)
+    assert [share is None for share in verdict.accuracy] == [False, False, True, True]
+    json.dumps(verdict.accuracy, allow_nan=False)
