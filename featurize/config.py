@@ -1,8 +1,30 @@
-"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`, `generate`)."""
+"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`,
+`generate`, `inspect`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+TURNS = ("all", "split", "last")
+
+
+@dataclass
+class SourceConfig:
+    """One part of a mixture.
+
+    Attributes:
+        paths: files, folders or hub names, as in `data.conversations`.
+        weight: relative number of conversations.
+        route: label of rows that name none.
+        split, subset: of a folder or hub name that `datasets` reads.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    weight: float = 1.0
+    route: str = ""
+    split: str = "train"
+    subset: str | None = None
 
 
 @dataclass
@@ -10,13 +32,21 @@ class DataConfig:
     """Which conversations are featurized, and how they become documents.
 
     Attributes:
-        conversations: JSON-lines files (.jsonl, .jsonl.gz), read in order.
+        conversations: files (.jsonl, .jsonl.gz, .parquet, .arrow), folders or hub names of data sets, read in order.
+        mixture: instead of `conversations`: sources by name, interleaved by weight until the first one ends.
+        chat_template_kwargs: handed to the chat template (`enable_thinking: false`, say); a row's own come first.
+        turns: "all" makes one document of a conversation; "split" one of every answer, with the history as the
+            template renders it there (for templates that rewrite it: thinking stripped from earlier turns);
+            "last" supervises the last answer alone.
         max_tokens: documents are cut here; what fits of an answer stays supervised.
-        validation_share: share of documents held out for validation, chosen by a hash of their id.
+        validation_share: share of documents held out for validation, chosen by a hash of their conversation's id.
         limit: use only the first documents; null for all.
     """
 
     conversations: list[str] = field(default_factory=list)
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    turns: str = "all"
     max_tokens: int = 2048
     validation_share: float = 0.02
     limit: int | None = None
@@ -26,6 +56,26 @@ class DataConfig:
             raise ValueError(f"data.max_tokens={self.max_tokens} leaves no room for a prompt and an answer")
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"data.validation_share={self.validation_share} is not in [0, 1)")
+        if self.turns not in TURNS:
+            raise ValueError(f"data.turns={self.turns} is not one of {', '.join(TURNS)}")
+        if self.conversations and self.mixture:
+            raise ValueError("data.conversations and data.mixture exclude each other; name the files in data.mixture")
+        for name, source in self.mixture.items():
+            if source.weight <= 0 or not source.paths:
+                raise ValueError(f"data.mixture.{name} needs paths and a weight above 0 (it is {source.weight})")
+
+
+@dataclass
+class InspectConfig:
+    """What `python -m featurize.inspect` shows.
+
+    Attributes:
+        documents: how many, from the first on.
+        id: this document (or conversation) alone.
+    """
+
+    documents: int = 3
+    id: str | None = None
 
 
 @dataclass
