@@ -77,6 +77,10 @@ class InspectConfig:
     documents: int = 3
     id: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.documents < 1:
+            raise ValueError(f"inspect.documents={self.documents} shows nothing; it must be at least 1")
+
 
 @dataclass
 class FeaturizeConfig:
