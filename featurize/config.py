@@ -110,22 +110,36 @@ class RouteConfig:
     Attributes:
         openings: first words of a user turn that the target continues; "" leaves it entirely free.
         share: relative number of conversations of this route.
+        turns: exchanges of a conversation; each answer conditions the next user turn.
+        temperature, top_p: of its sampled answers; null takes generate.temperature.
+        chat_template_kwargs: for the chat template, the thinking mode say; kept with the conversation.
     """
 
     openings: list[str] = field(default_factory=lambda: [""])
     share: float = 1.0
+    turns: int = 1
+    temperature: float | None = None
+    top_p: float = 1.0
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or not self.openings:
+            raise ValueError(f"generate.routes: a route needs openings and at least 1 turn (turns={self.turns})")
 
 
 @dataclass
 class GenerateConfig:
-    """On-policy conversations from the target alone, through an OpenAI-compatible server.
+    """On-policy conversations: answers by the target, to prompts of its own or from any source.
 
     Attributes:
-        url: base URL of the server, ending in /v1.
-        model: name the server gives the target.
+        urls: base URLs of OpenAI-compatible servers, each ending in /v1; none runs the target in this process, one
+            request at a time, which is for small targets.
+        model: name the servers give the target.
         output: JSON-lines file that grows; a .gz of it is what `pack` writes.
-        conversations: how many to make.
-        routes: openings per route.
+        prompts: sources (as in data.conversations) whose users' messages are answered; none lets the target make
+            them up.
+        conversations: how many to make, or to take from `prompts`.
+        routes: openings and settings per route; a route of `prompts` that is not named here has the defaults.
         user_temperature: user turns are sampled at this temperature, top-p 0.95.
         temperature: answers are sampled at this temperature (0 = greedy) ...
         sampled_share: ... for this share of conversations; the others are answered greedily.
@@ -134,9 +148,10 @@ class GenerateConfig:
         concurrency: requests in flight.
     """
 
-    url: str = "http://127.0.0.1:8000/v1"
+    urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000/v1"])
     model: str = "target"
     output: str = "${root}/${name}/conversations.jsonl"
+    prompts: list[str] = field(default_factory=list)
     conversations: int = 1000
     routes: dict[str, RouteConfig] = field(default_factory=dict)
     user_temperature: float = 1.0
