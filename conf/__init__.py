@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig
+from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.errors import Refused
@@ -52,6 +52,7 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     featurize: FeaturizeConfig = field(default_factory=FeaturizeConfig)
+    inspect: InspectConfig = field(default_factory=InspectConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -143,10 +144,11 @@ def _only_one(run: Run, stage: str) -> Iterator[None]:
         yield
 
 
-def stage(name: str, work: Callable[[Run], bool]) -> None:
+def stage(name: str, work: Callable[[Run], bool | None]) -> None:
     """Run one stage from the command line: compose, check, work, and speak in single lines.
 
-    `work` returns whether there was anything to do; if so its seconds go into the run's timings.json.
+    `work` returns whether there was anything to do; if so its seconds go into the run's timings.json. A command that
+    only shows something returns None, and leaves no trace.
     Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -157,7 +159,7 @@ def stage(name: str, work: Callable[[Run], bool]) -> None:
         started = time.monotonic()
         with _only_one(run, name):
             worked = work(run)
-            if not _first_process():
+            if worked is None or not _first_process():
                 return
             if worked:
                 _save(run, name)

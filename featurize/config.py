@@ -1,8 +1,30 @@
-"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`, `generate`)."""
+"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`,
+`generate`, `inspect`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+TURNS = ("all", "split", "last")
+
+
+@dataclass
+class SourceConfig:
+    """One part of a mixture.
+
+    Attributes:
+        paths: files, folders or hub names, as in `data.conversations`.
+        weight: relative number of conversations.
+        route: label of rows that name none.
+        split, subset: of a folder or hub name that `datasets` reads.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    weight: float = 1.0
+    route: str = ""
+    split: str = "train"
+    subset: str | None = None
 
 
 @dataclass
@@ -10,14 +32,22 @@ class DataConfig:
     """Which conversations are featurized, and how they become documents.
 
     Attributes:
-        conversations: JSON-lines files (.jsonl, .jsonl.gz), read in order.
+        conversations: files (.jsonl, .jsonl.gz, .parquet, .arrow), folders or hub names of data sets, read in order.
+        mixture: instead of `conversations`: sources by name, interleaved by weight until the first one ends.
+        chat_template_kwargs: handed to the chat template (`enable_thinking: false`, say); a row's own come first.
+        turns: "all" makes one document of a conversation; "split" one of every answer, with the history as the
+            template renders it there (for templates that rewrite it: thinking stripped from earlier turns);
+            "last" supervises the last answer alone.
         max_tokens: documents are cut here; what fits of an answer stays supervised.
-        validation_share: share of documents held out for validation, chosen by a hash of their id.
+        validation_share: share of documents held out for validation, chosen by a hash of their conversation's id.
         limit: use only the first documents; null for all.
         route_limits: of the routes named here, use only so many documents: {chat: 200, math: 500}.
     """
 
     conversations: list[str] = field(default_factory=list)
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    turns: str = "all"
     max_tokens: int = 2048
     validation_share: float = 0.02
     limit: int | None = None
@@ -31,6 +61,30 @@ class DataConfig:
             raise ValueError(f"data.max_tokens={self.max_tokens} leaves no room for a prompt and an answer")
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"data.validation_share={self.validation_share} is not in [0, 1)")
+        if self.turns not in TURNS:
+            raise ValueError(f"data.turns={self.turns} is not one of {', '.join(TURNS)}")
+        if self.conversations and self.mixture:
+            raise ValueError("data.conversations and data.mixture exclude each other; name the files in data.mixture")
+        for name, source in self.mixture.items():
+            if source.weight <= 0 or not source.paths:
+                raise ValueError(f"data.mixture.{name} needs paths and a weight above 0 (it is {source.weight})")
+
+
+@dataclass
+class InspectConfig:
+    """What `python -m featurize.inspect` shows.
+
+    Attributes:
+        documents: how many, from the first on.
+        id: this document (or conversation) alone.
+    """
+
+    documents: int = 3
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.documents < 1:
+            raise ValueError(f"inspect.documents={self.documents} shows nothing; it must be at least 1")
 
 
 @dataclass
@@ -61,22 +115,36 @@ class RouteConfig:
     Attributes:
         openings: first words of a user turn that the target continues; "" leaves it entirely free.
         share: relative number of conversations of this route.
+        turns: exchanges of a conversation; each answer conditions the next user turn.
+        temperature, top_p: of its sampled answers; null takes generate.temperature.
+        chat_template_kwargs: for the chat template, the thinking mode say; kept with the conversation.
     """
 
     openings: list[str] = field(default_factory=lambda: [""])
     share: float = 1.0
+    turns: int = 1
+    temperature: float | None = None
+    top_p: float = 1.0
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or not self.openings:
+            raise ValueError(f"generate.routes: a route needs openings and at least 1 turn (turns={self.turns})")
 
 
 @dataclass
 class GenerateConfig:
-    """On-policy conversations from the target alone, through an OpenAI-compatible server.
+    """On-policy conversations: answers by the target, to prompts of its own or from any source.
 
     Attributes:
-        url: base URL of the server, ending in /v1.
-        model: name the server gives the target.
+        urls: base URLs of OpenAI-compatible servers, each ending in /v1; none runs the target in this process, one
+            request at a time, which is for small targets.
+        model: name the servers give the target.
         output: JSON-lines file that grows; a .gz of it is what `pack` writes.
-        conversations: how many to make.
-        routes: openings per route.
+        prompts: sources (as in data.conversations) whose users' messages are answered; none lets the target make
+            them up.
+        conversations: how many to make, or to take from `prompts`.
+        routes: openings and settings per route; a route of `prompts` that is not named here has the defaults.
         user_temperature: user turns are sampled at this temperature, top-p 0.95.
         temperature: answers are sampled at this temperature (0 = greedy) ...
         sampled_share: ... for this share of conversations; the others are answered greedily.
@@ -85,9 +153,10 @@ class GenerateConfig:
         concurrency: requests in flight.
     """
 
-    url: str = "http://127.0.0.1:8000/v1"
+    urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000/v1"])
     model: str = "target"
     output: str = "${root}/${name}/conversations.jsonl"
+    prompts: list[str] = field(default_factory=list)
     conversations: int = 1000
     routes: dict[str, RouteConfig] = field(default_factory=dict)
     user_temperature: float = 1.0

@@ -1,25 +1,20 @@
-"""Conversations from JSON-lines files: one shape inside, every refused row counted with its reason.
+"""One shape of conversation inside; every row that cannot be brought into it is counted with its reason.
 
 A row is `{"id", "messages": [{"role", "content", "tool_calls"?, "finish_reason"?}], "tools"?, "route"?,
 "chat_template_kwargs"?}`; ShareGPT's keys (`conversations`, `from`, `value`) are turned into it at the
-door and known nowhere else. A file that is missing or is not JSON lines stops the run, since it is not
-what its owner thinks it is; a row that cannot be used is refused with its number and a reason, counted,
-and the rest goes on. Rows are streamed: only the ids seen so far are held.
+door and known nowhere else. What engines do to a request before they render it is done here too: the arguments
+of a tool call become an object, and a message that only calls tools has empty text, not the word "None". A row
+that cannot be used is refused with its place and a reason, counted, and the rest goes on.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from models.artefact import fingerprint
-from models.errors import Refused
 
 ROLES = {
     "system": "system",
@@ -35,7 +30,7 @@ ROLES = {
 }
 """Roles as people write them, and ours."""
 
-MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+MESSAGE_KEYS = ("tool_call_id", "name")
 """Further keys of a message that are handed to the chat template as they are."""
 
 
@@ -59,6 +54,11 @@ class Conversation:
     tools: list[Any] | None = None
     template_arguments: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+
+    @property
+    def answers(self) -> list[int]:
+        """Indices of the assistant's messages; one that leads is no answer: no server makes it out of nothing."""
+        return [at for at, message in enumerate(self.messages) if at and message["role"] == "assistant"]
 
 
 class Unusable(Exception):
@@ -84,6 +84,29 @@ class Refusals:
         return [f"{count} x {reason} ({', '.join(self.places[reason])})" for reason, count in self.counts.most_common()]
 
 
+def parse_calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects (they come as JSON text or objects; the list too, as text).
+
+    Raises:
+        Unusable: they are neither.
+    """
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+        parsed = []
+        for call in calls:
+            function = dict(call["function"] if "function" in call else call)
+            arguments = function.get("arguments") or {}
+            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+                raise TypeError
+            parsed.append({**(call if "function" in call else {}), "type": "function", "function": function})
+    except (TypeError, KeyError, ValueError):
+        raise Unusable(
+            "tool calls are not a list of {function: {name, arguments}} with an object as arguments"
+        ) from None
+    return parsed
+
+
 def parse_message(message: Any) -> tuple[dict[str, Any], bool]:
     """A message in our shape, and whether a length limit cut it.
 
@@ -96,22 +119,44 @@ def parse_message(message: Any) -> tuple[dict[str, Any], bool]:
     role = ROLES.get(told) if isinstance(told, str) else None
     if role is None:
         raise Unusable(f"unknown role {told!r}")
+    parsed: dict[str, Any] = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
     content = message.get("content", message.get("value"))
-    if not isinstance(content, str) and not (content is None and role == "assistant" and message.get("tool_calls")):
+    if role == "assistant":
+        calls = parse_calls(message["tool_calls"]) if message.get("tool_calls") else []
+        if calls:
+            parsed["tool_calls"] = calls
+            content = "" if content is None else content
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning is not None:
+            if not isinstance(reasoning, str):
+                raise Unusable(f"reasoning of an assistant message is {type(reasoning).__name__}, not text")
+            parsed["reasoning_content"] = reasoning
+        ids = message.get("token_ids")
+        if ids is not None:
+            if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+                raise Unusable("token_ids of an assistant message is not a list of token ids")
+            parsed["token_ids"] = ids
+    if not isinstance(content, str):
         raise Unusable(f"content of a {role} message is {type(content).__name__}, not text")
-    kept = {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None}
-    return {"role": role, "content": content, **kept}, role == "assistant" and message.get("finish_reason") == "length"
+    return {"role": role, "content": content, **parsed}, (
+        role == "assistant" and message.get("finish_reason") == "length"
+    )
 
 
-def parse_row(row: Any) -> Conversation:
+def parse_row(row: Any, *, prompts: bool = False) -> Conversation:
     """The conversation in one decoded row (without its source).
+
+    Args:
+        row: the decoded row.
+        prompts: it will be answered: a user's message is asked for, an answer is not.
 
     Raises:
         Unusable: with the reason.
     """
     if not isinstance(row, dict):
         raise Unusable("the row is not an object")
-    rows = row.get("messages", row.get("conversations"))
+    rows = row.get("messages")
+    rows = row.get("conversations") if rows is None else rows
     if not isinstance(rows, list) or not rows:
         raise Unusable("no messages (nor conversations)")
     messages: list[dict[str, Any]] = []
@@ -119,70 +164,28 @@ def parse_row(row: Any) -> Conversation:
     for index, message in enumerate(rows):
         parsed, was_cut = parse_message(message)
         messages.append(parsed)
-        if was_cut:
+        if was_cut and not prompts:
             cut = index
             break
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unusable("no assistant message")
+    roles = [message["role"] for message in messages]
+    needed = "user" if prompts else "assistant"
+    if needed not in roles:
+        raise Unusable(f"no {needed} message")
+    if not prompts and "assistant" not in roles[1:]:
+        raise Unusable("its only assistant message answers nothing")
     route, identity = row.get("route") or "", row.get("id")
     if not isinstance(route, str):
         raise Unusable("route is not text")
     if identity is not None and (not isinstance(identity, str | int) or isinstance(identity, bool) or identity == ""):
         raise Unusable("id is neither text nor a whole number")
     tools, arguments = row.get("tools"), row.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):  # columnar files keep schemas of different shapes as text
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise Unusable("tools is text that is not JSON") from None
     if (tools is not None and not isinstance(tools, list)) or not isinstance(arguments, dict):
         raise Unusable("tools is not a list, or chat_template_kwargs not an object")
     if identity is None:
         identity = "content-" + fingerprint([messages, cut, tools, arguments, route])
-    return Conversation(str(identity), messages, route, cut, tools, arguments)
-
-
-def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Number (from 1) and decoded value of every row of a .jsonl or .jsonl.gz file; blank lines are skipped.
-
-    Raises:
-        Refused: the file is missing, damaged, not UTF-8, or a row is not JSON.
-    """
-    if not file.is_file():
-        raise Refused(f"no such file: {file} (data.conversations; relative paths start at the current folder)")
-    number = 0
-    try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(
-            f"{file}:{number} is not JSON ({error}); data.conversations wants one JSON object a line"
-        ) from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise Refused(f"{file} is damaged after row {number} ({error}); copy it again") from None
-
-
-def read_conversations(files: Sequence[str], refusals: Refusals) -> Iterator[Conversation]:
-    """Every usable conversation of the files, in order; the others are counted in `refusals`.
-
-    Raises:
-        Refused: no file is named, a file cannot be read, or not one of its rows is usable.
-    """
-    if not files:
-        raise Refused("data.conversations names no file; choose a data set (data=jsonl) and name its files")
-    seen: set[str] = set()
-    for name in files:
-        file = Path(name).expanduser()
-        usable, reason = 0, "it is empty"
-        for number, row in read_rows(file):
-            place = f"{file}:{number}"
-            try:
-                conversation = parse_row(row)
-                if conversation.id in seen:
-                    raise Unusable("duplicate id")
-            except Unusable as error:
-                reason = f"row {number}: {error}"
-                refusals.add(str(error), place)
-                continue
-            seen.add(conversation.id)
-            usable += 1
-            yield Conversation(**{**vars(conversation), "source": place})
-        if not usable:
-            raise Refused(f"{file} has no usable conversation ({reason})")
+    return Conversation(str(identity), messages, route, cut, tools or None, arguments)

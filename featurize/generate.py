@@ -1,16 +1,20 @@
-"""On-policy conversations from the target itself, without any data set.
+"""On-policy conversations: the target's own answers, to prompts from any source or of its own making.
 
-The head of a user turn, as the target's own chat template writes it, is given to the target as a raw
-completion: what it continues with is a user turn in its own words. An opening per route ("Extract as
-JSON:", "Write a Python function that", ...) steers the kind. Turns that are too short, too long,
+Without `generate.prompts` no data set is needed: the head of a user turn, as the target's own chat template writes
+it, is given to the target, and what it continues with is a user turn in its own words. An opening per route
+("Extract as JSON:", "Write a Python function that", ...) steers the kind. Turns that are too short, too long,
 repetitive or already seen are discarded and sampled again; the target then answers the ones that stay.
 
-Every conversation has a slot with an id and a seed of its own, so a run that is stopped goes on with
-the slots that are missing. `pack` writes the result sorted and compressed, equal for equal contents.
+Prompts are rendered here and sent as token ids, so that no second template (a server's, with other defaults) can slip
+in; the ids that a server returns are kept. Every conversation is a slot with an id and a seed of its own. What is
+finished is appended to `generate.output`; a slot that cannot be filled (every attempt discarded, its request refused
+again and again) is appended to `*.failed.jsonl` with the reason and not asked for again until that file is removed. So
+a run that is stopped goes on with the slots that are in neither. `pack` writes the result in the order of the plan,
+compressed, equal for equal contents. Servers that answer nobody stop the run, and nothing is recorded as failed.
 
-    python -m featurize.generate experiment=demo generate.url=http://127.0.0.1:8000/v1
+    python -m featurize.generate experiment=demo 'generate.urls=[http://127.0.0.1:8000/v1]'
 
-asks a running OpenAI-compatible server that serves the target under the name `generate.model`.
+asks running OpenAI-compatible servers that serve the target under the name `generate.model`.
 """
 
 from __future__ import annotations
@@ -23,34 +27,41 @@ import logging
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from featurize.config import GenerateConfig
+from featurize.config import DataConfig, GenerateConfig, RouteConfig
+from featurize.conversations import Conversation, Refusals, Unusable
+from featurize.sources import describe_sources, read_conversations
+from featurize.spans import Renderer
+from featurize.speakers import InProcess, Servers, Speaker, Unanswered, Unfilled
+from featurize.tokenised import load_renderer
 from models.artefact import fingerprint, read_json, write_bytes, write_json
 from models.config import TargetConfig
 from models.errors import Refused
-from models.target import describe_target
+from models.target import Target, describe_target
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 12
-"""User turns sampled for one slot before it is given up and counted as failed."""
+"""User turns sampled for one turn before it is given up."""
+FAILURES = 8
+"""Slots failing one after another, none filled between them, after which the servers are taken to be at fault."""
 
 
-def user_turn_head(tokenizer: Any) -> str:
-    """The rendered text up to where a first user message begins, from the template's own structure.
+def user_turn_head(renderer: Renderer, messages: Sequence[dict[str, Any]] = (), **arguments: Any) -> str:
+    """The rendered text up to where the user message behind `messages` begins, from the template's own structure.
 
     Raises:
-        Refused: the tokenizer has no chat template, or it does not render user text as it is.
+        Refused: the template does not render user text as it is.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise Refused("the target's tokenizer has no chat template; give target.path one that has")
     marker = "draftsmith-user-text-begins-here"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
+    text = renderer.text([*messages, {"role": "user", "content": marker}], arguments=arguments)
     if text.count(marker) != 1:
         raise Refused("the target's chat template does not render a user message as it is")
     return text[: text.index(marker)]
@@ -70,12 +81,18 @@ def normalised(text: str) -> str:
 
 @dataclass(frozen=True)
 class Slot:
-    """One conversation to be made: its id, route, opening and whether its answer is sampled."""
+    """One conversation to be made: its id, route, whether its answers are sampled, and what it begins with.
+
+    Attributes:
+        opening: of the first user turn, if the target makes the user turns up.
+        prompt: the conversation whose users' messages are answered, otherwise.
+    """
 
     id: str
     route: str
-    opening: str
     sampled: bool
+    opening: str = ""
+    prompt: Conversation | None = None
 
     def seed(self, seed: int, attempt: int) -> int:
         """Sampling seed of one attempt, from contents alone."""
@@ -83,40 +100,39 @@ class Slot:
 
 
 def plan_slots(config: GenerateConfig) -> list[Slot]:
-    """The slots of all routes, each route with its share, openings taken in turn, routes interleaved."""
-    if not config.routes:
-        raise Refused("generate.routes is empty; name at least one route with its openings")
-    total = sum(route.share for route in config.routes.values())
+    """The slots in their order: those of `prompts`, or of all routes, each with its share, interleaved.
+
+    Raises:
+        Refused: there are neither prompts nor routes, or the prompts cannot be read.
+    """
     period = max(1, round(1 / config.sampled_share)) if config.sampled_share else 0
-    slots = []
+    if config.prompts:
+        refusals = Refusals()
+        read = islice(read_conversations(DataConfig(config.prompts), refusals, prompts=True), config.conversations)
+        slots = [Slot(c.id, c.route, bool(period) and i % period == 0, prompt=c) for i, c in enumerate(read)]
+        for line in refusals.lines():
+            log.warning("left out: %s", line)
+        return slots
+    if not config.routes:
+        raise Refused("generate.routes is empty; name at least one route with its openings, or generate.prompts")
+    total = sum(route.share for route in config.routes.values())
+    placed = []
     for name, route in sorted(config.routes.items()):
         count = round(config.conversations * route.share / total)
         for index in range(count):
             sampled = bool(period) and (index // len(route.openings)) % period == 0
             opening = route.openings[index % len(route.openings)]
-            slots.append((index / count, Slot(f"{name}-{index:05d}", name, opening, sampled)))
-    return [slot for _, slot in sorted(slots, key=lambda pair: pair[0])]
+            placed.append((index / count, Slot(f"{name}-{index:05d}", name, sampled, opening)))
+    return [slot for _, slot in sorted(placed, key=lambda pair: pair[0])]
 
 
 class Generator:
-    """Fills slots through one server with a bounded number of requests in flight."""
+    """Fills slots."""
 
-    def __init__(self, config: GenerateConfig, head: str, client: httpx.AsyncClient) -> None:
-        self.config, self.head, self.client = config, head, client
+    def __init__(self, config: GenerateConfig, renderer: Renderer, speaker: Speaker) -> None:
+        self.config, self.renderer, self.speaker = config, renderer, speaker
         self.seen: set[str] = set()
         self.discarded: Counter[str] = Counter()
-
-    async def _post(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
-        for attempt in range(4):
-            try:
-                response = await self.client.post(f"{self.config.url}/{endpoint}", json=body)
-                response.raise_for_status()
-                return response.json()["choices"][0]
-            except (httpx.HTTPError, KeyError, ValueError) as error:
-                if attempt == 3:
-                    raise Refused(f"{self.config.url}/{endpoint} keeps failing: {error!r}") from None
-                await asyncio.sleep(2**attempt)
-        raise AssertionError("unreachable")
 
     def judge_user_turn(self, text: str, finish_reason: str) -> str | None:
         """Why a user turn is discarded, or None if it stays."""
@@ -130,43 +146,130 @@ class Generator:
             return "user turn seen before"
         return None
 
-    async def fill(self, slot: Slot) -> dict[str, Any] | None:
-        """The conversation of one slot, or None when every attempt was discarded."""
-        config = self.config
-        for attempt in range(ATTEMPTS):
-            seed = slot.seed(config.seed, attempt)
-            sampling = {"model": config.model, "seed": seed}
-            user = await self._post(
-                "completions",
-                sampling
-                | {"prompt": self.head + slot.opening, "max_tokens": config.max_user_tokens}
-                | {"temperature": config.user_temperature, "top_p": 0.95},
+    async def answer(
+        self, slot: Slot, messages: Sequence[dict[str, Any]], seed: int
+    ) -> tuple[dict[str, Any] | None, str]:
+        """The target's answer to `messages` as a message, or None and why it is discarded.
+
+        Raises:
+            Unfilled: the request keeps failing, or the chat template refuses the messages.
+        """
+        route, prompt = self._route(slot), slot.prompt
+        try:
+            text = self.renderer.text(
+                messages, generation=True, tools=prompt.tools if prompt else None, arguments=self._arguments(slot)
             )
-            text = (slot.opening + user["text"]).strip()
-            reason = self.judge_user_turn(text, user["finish_reason"])
+            ids = self.renderer.ids(text)
+        except Unusable as error:
+            raise Unfilled(str(error)) from None
+        temperature = self.config.temperature if route.temperature is None else route.temperature
+        said = await self.speaker.complete(
+            ids,
+            max_tokens=self.config.max_answer_tokens,
+            temperature=temperature if slot.sampled else 0.0,
+            top_p=route.top_p if slot.sampled else 1.0,
+            seed=seed,
+        )
+        if not said.text.strip():
+            return None, "answer empty"
+        if repetition(said.text) > 0.8:
+            return None, "answer repetitive"
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        cut = said.finish_reason == "length"
+        # Ids that end in no end-of-turn token are kept of a cut answer only: its end must be in what is trained.
+        if said.ids and (cut or said.ids[-1] in self.renderer.end_of_turn):
+            message["token_ids"] = said.ids
+        return (message | {"finish_reason": "length"} if cut else message), ""
+
+    async def exchange(self, slot: Slot, history: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]] | None:
+        """A user turn in the target's own words behind `history` and its answer, or None if all were discarded.
+
+        Raises:
+            Unfilled: a request keeps failing.
+        """
+        head = user_turn_head(self.renderer, history, **self._arguments(slot)) + (slot.opening if turn == 0 else "")
+        for attempt in range(ATTEMPTS):
+            seed = slot.seed(self.config.seed, turn * ATTEMPTS + attempt)
+            user = await self.speaker.complete(
+                self.renderer.ids(head),
+                max_tokens=self.config.max_user_tokens,
+                temperature=self.config.user_temperature,
+                top_p=0.95,
+                seed=seed,
+            )
+            text = ((slot.opening if turn == 0 else "") + user.text).strip()
+            reason = self.judge_user_turn(text, user.finish_reason)
             if reason is None:
                 self.seen.add(normalised(text))
-                messages = [{"role": "user", "content": text}]
-                temperature = config.temperature if slot.sampled else 0.0
-                answer = await self._post(
-                    "chat/completions",
-                    sampling
-                    | {"messages": messages, "max_tokens": config.max_answer_tokens, "temperature": temperature},
-                )
-                content = answer["message"]["content"] or ""
-                reason = "answer empty" if not content.strip() else None
-                reason = reason or ("answer repetitive" if repetition(content) > 0.8 else None)
-                if reason is None:
-                    reply = {"role": "assistant", "content": content}
-                    if answer["finish_reason"] == "length":
-                        reply["finish_reason"] = "length"
-                    return {"id": slot.id, "route": slot.route, "messages": [*messages, reply]}
+                message = {"role": "user", "content": text}
+                reply, reason = await self.answer(slot, [*history, message], seed)
+                if reply:
+                    return [message, reply]
             self.discarded[reason] += 1
         return None
 
+    async def fill(self, slot: Slot) -> dict[str, Any]:
+        """The conversation of one slot. A turn that cannot be had ends it; the turns before it stay.
+
+        Raises:
+            Unfilled: there is not one turn.
+        """
+        messages: list[dict[str, Any]] = []
+        if slot.prompt is None:
+            for turn in range(self._route(slot).turns):
+                made = await self.exchange(slot, messages, turn)
+                if made is None:
+                    break
+                messages += made
+                if "finish_reason" in made[-1]:
+                    break
+            reason = "every user turn or its answer was discarded"
+        else:
+            messages, reason = await self._answer_prompt(slot, slot.prompt)
+        if not messages:
+            raise Unfilled(reason)
+        row = {"id": slot.id, "route": slot.route, "messages": messages}
+        extra = {"tools": slot.prompt and slot.prompt.tools, "chat_template_kwargs": self._arguments(slot)}
+        return row | {key: value for key, value in extra.items() if value}
+
+    async def _answer_prompt(self, slot: Slot, prompt: Conversation) -> tuple[list[dict[str, Any]], str]:
+        """The prompt's messages with the target's answers for the assistant's, and why it ended early.
+
+        It ends before a tool's result, since that answers a call which the target may never have made.
+        """
+        done: list[dict[str, Any]] = []
+        pending: list[dict[str, Any]] = []
+        last = max(at for at, message in enumerate(prompt.messages) if message["role"] == "user")
+        for at, message in enumerate(prompt.messages[: last + 1]):
+            if message["role"] == "tool":
+                return done, "a tool's result comes before the first answer"
+            if message["role"] != "assistant":
+                pending.append(message)
+            follows = prompt.messages[at + 1]["role"] if at < last else "assistant"
+            if message["role"] == "user" and follows != "user":
+                reply, reason = await self.answer(slot, [*done, *pending], slot.seed(self.config.seed, at))
+                if reply is None:
+                    return done, reason
+                done, pending = [*done, *pending, reply], []
+                if "finish_reason" in reply:
+                    break
+        return done, "no answer"
+
+    def _route(self, slot: Slot) -> RouteConfig:
+        return self.config.routes.get(slot.route, RouteConfig())
+
+    def _arguments(self, slot: Slot) -> dict[str, Any]:
+        own = slot.prompt.template_arguments if slot.prompt else {}
+        return {**self._route(slot).chat_template_kwargs, **own}
+
+
+def failed_file(output: Path) -> Path:
+    """Where slots that could not be filled are recorded."""
+    return output.with_name(output.stem + ".failed.jsonl")
+
 
 def read_finished(output: Path) -> list[dict[str, Any]]:
-    """Conversations already in `output`; a torn last line (a killed run) is dropped from the file."""
+    """Rows already in `output`; a torn last line (a killed run) is dropped from the file."""
     if not output.exists():
         return []
     lines = output.read_bytes().split(b"\n")
@@ -175,58 +278,96 @@ def read_finished(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-async def generate(config: GenerateConfig, head: str) -> Counter[str]:
-    """Fill every missing slot of `config.output`; returns counts of discards by reason."""
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add one JSON line in one write, flushed to disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(descriptor, json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def generate(config: GenerateConfig, renderer: Renderer, target: Target) -> Counter[str]:
+    """Fill every missing slot of `config.output`; returns counts of discards and failures by reason.
+
+    Raises:
+        Refused: slot after slot fails; what was filled stays, and none of these is recorded as failed.
+    """
     output = Path(config.output).expanduser()
     output.parent.mkdir(parents=True, exist_ok=True)
-    finished = read_finished(output)
-    done = {conversation["id"] for conversation in finished}
-    queue = [slot for slot in plan_slots(config) if slot.id not in done]
-    total, todo = len(done) + len(queue), iter(queue)
-    async with httpx.AsyncClient(timeout=600) as client:
-        generator = Generator(config, head, client)
-        generator.seen.update(normalised(c["messages"][0]["content"]) for c in finished)
-        with output.open("ab") as handle:
+    finished, failed = read_finished(output), read_finished(failed_file(output))
+    done = {row["id"] for row in [*finished, *failed]}
+    slots = plan_slots(config)
+    todo = iter([slot for slot in slots if slot.id not in done])
+    limits = httpx.Limits(max_connections=config.concurrency)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+        speaker = Servers(config, client) if config.urls else InProcess(target, renderer)
+        generator = Generator(config, renderer, speaker)
+        users = (m for row in finished for m in row["messages"] if m["role"] == "user")
+        generator.seen.update(normalised(message["content"]) for message in users)
+        filled = 0
+        unrecorded: list[dict[str, Any]] = []
 
-            async def worker() -> None:
-                for slot in todo:
-                    conversation = await generator.fill(slot)
-                    if conversation is None:
-                        generator.discarded["slot given up"] += 1
-                        continue
-                    handle.write(json.dumps(conversation, ensure_ascii=False).encode() + b"\n")
-                    handle.flush()
-                    done.add(slot.id)
-                    if len(done) % 100 == 0:
-                        log.info("%d of %d conversations", len(done), total)
+        def record_failures() -> None:
+            while unrecorded:
+                append(failed_file(output), unrecorded.pop(0))
 
-            await asyncio.gather(*(worker() for _ in range(config.concurrency)))
-            os.fsync(handle.fileno())
+        async def worker() -> None:
+            nonlocal filled
+            for slot in todo:
+                try:
+                    row = await generator.fill(slot)
+                except Unfilled as error:
+                    generator.discarded["slot given up"] += 1
+                    unrecorded.append({"id": slot.id, "route": slot.route, "reason": str(error)})
+                    if not isinstance(error, Unanswered):
+                        record_failures()
+                    elif len(unrecorded) >= FAILURES:
+                        raise Refused(f"slot after slot fails, the last one: {error}") from None
+                    continue
+                append(output, row)
+                record_failures()
+                filled += 1
+                if filled % 100 == 0:
+                    log.info("%d of %d conversations", len(done) + filled, len(slots))
+
+        workers = [asyncio.create_task(worker()) for _ in range(config.concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for task in workers:
+                task.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        if unrecorded and not filled:
+            raise Refused(f"no slot could be filled, the last one: {unrecorded[-1]['reason']}")
+        record_failures()
     return generator.discarded
 
 
-def pack(source: Path, target: Path) -> int:
-    """Write `source` to the gzip file `target`; equal contents give equal bytes.
-
-    Sorted by number, then route: however many conversations are taken from its beginning, the routes keep
-    their shares.
-    """
-    conversations = sorted(read_finished(source), key=lambda c: (c["id"].rpartition("-")[2], c["id"]))
-    lines = "".join(json.dumps(c, ensure_ascii=False) + "\n" for c in conversations)
-    write_bytes(target, gzip.compress(lines.encode(), 9, mtime=0))
-    return len(conversations)
+def in_order(source: Path, slots: Sequence[Slot]) -> Iterator[dict[str, Any]]:
+    """The rows of `source` in the order of the plan: however many are taken from its beginning, routes keep shares."""
+    rows = {row["id"]: row for row in read_finished(source)}
+    yield from (rows[slot.id] for slot in slots if slot.id in rows)
 
 
-def check_identity(config: GenerateConfig, target_path: str, output: Path) -> None:
+def pack(source: Path, target: Path, slots: Sequence[Slot]) -> int:
+    """Write `source` in order to the gzip file `target`; equal contents give equal bytes."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in in_order(source, slots)]
+    write_bytes(target, gzip.compress("".join(lines).encode(), 9, mtime=0))
+    return len(lines)
+
+
+def check_identity(config: GenerateConfig, target: Target, output: Path) -> None:
     """Note beside `output` what decides its contents; conversations of two targets must not be mixed.
 
     Raises:
         Refused: it was begun by another target or with other settings.
     """
-    target = describe_target(TargetConfig(path=target_path))
-    free = ("url", "model", "output", "conversations", "concurrency")
+    free = ("urls", "model", "output", "conversations", "concurrency", "prompts")
     settings = {key: value for key, value in asdict(config).items() if key not in free}
-    identity = fingerprint([target.config_hash, target.weights_hash, settings])
+    prompts = describe_sources(DataConfig(config.prompts)) if config.prompts else []
+    identity = fingerprint([target.config_hash, target.weights_hash, settings, prompts])
     record = output.with_name(output.name + ".identity.json")
     if not record.exists():
         write_json(record, {"identity": identity})
@@ -234,28 +375,23 @@ def check_identity(config: GenerateConfig, target_path: str, output: Path) -> No
         raise Refused(f"{output} was begun by another target or with other settings; choose another generate.output")
 
 
-def fill_and_pack(config: GenerateConfig, target_path: str) -> bool:
+def fill_and_pack(config: GenerateConfig, settings: TargetConfig) -> bool:
     """Fill what is missing of `config.output`, then write its .gz; False when both are there already.
 
     Raises:
-        Refused: no tokenizer or chat template in `target_path`, the server keeps failing, or the output was begun
+        Refused: no tokenizer or chat template in the target, servers that keep failing, or an output that was begun
             by another target or with other settings.
     """
-    from transformers import AutoTokenizer
-
-    output = Path(config.output).expanduser()
-    check_identity(config, target_path, output)
-    packed = output.with_name(output.name + ".gz")
-    finished = {conversation["id"] for conversation in read_finished(output)}
-    if packed.exists() and all(slot.id in finished for slot in plan_slots(config)):
+    output, target = Path(config.output).expanduser(), describe_target(settings)
+    check_identity(config, target, output)
+    packed, slots = output.with_name(output.name + ".gz"), plan_slots(config)
+    done = {row["id"] for row in [*read_finished(output), *read_finished(failed_file(output))]}
+    if packed.exists() and all(slot.id in done for slot in slots):
         return False
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target_path)
-    except (OSError, ValueError) as error:
-        raise Refused(f"target.path={target_path} holds no usable tokenizer ({str(error).splitlines()[0]})") from None
-    for reason, count in asyncio.run(generate(config, user_turn_head(tokenizer))).most_common():
+    for reason, count in asyncio.run(generate(config, load_renderer(target, settings), target)).most_common():
         log.info("discarded: %d x %s", count, reason)
-    print(f"generate: {pack(output, packed):,} conversations in {packed} ({packed.stat().st_size / 1e6:.2f} MB)")
+    count = pack(output, packed, slots)
+    print(f"generate: {count:,} of {len(slots):,} conversations in {packed} ({packed.stat().st_size / 1e6:.2f} MB)")
     return True
 
 
@@ -264,6 +400,6 @@ if __name__ == "__main__":
 
     def work(run: Run) -> bool:
         """Make the run's conversations."""
-        return fill_and_pack(run.generate, run.target.path)
+        return fill_and_pack(run.generate, run.target)
 
     stage("generate", work)

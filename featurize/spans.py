@@ -6,9 +6,15 @@ serving feeds the target; the rendering up to and including the message must beg
 token, and the whole must begin with that. The span starts where the prompt ends and stops just after the
 end-of-turn token that closes the message, so it holds what the target itself produced and not the
 newline that many templates put behind it. A template that rewrites history (thinking stripped from
-earlier turns) or a tokenizer that merges across the boundary breaks one of the two conditions: that
-conversation is refused and counted, since its ids are not what serving would see. So is one whose
-template puts words before an answer (an empty think block, say) that the target did not say.
+earlier turns, a system prompt moved to the last user's message) or a tokenizer that merges across the
+boundary breaks one of the two conditions: that conversation is refused and counted, since its ids are not
+what serving would see. So is one whose template says more or less than the target did (an empty think
+block put in, thoughts or tool calls left out).
+
+Where one answer alone is supervised (`data.turns` = split or last), nothing comes after it that could be
+rewritten. If the template then renders a plain answer otherwise than its prompt begins it, the answer is what
+serving would have made of it all the same: the prompt, the raw text, the end-of-turn token. Ids that came
+with an answer from a server are taken as they are.
 
 What follows the last span supervises nothing and is cut off: nobody attends to it.
 """
@@ -17,12 +23,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from featurize.conversations import Conversation, Unusable
 from models.errors import Refused
+
+THINK_START, THINK_END = "<think>", "</think>"
+"""As reasoning models write their thoughts; looked for only where a template and an answer disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An assistant message with all that comes before it: `ids`, of which start .. end-1 is what the target said."""
+
+    ids: list[int]
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -62,25 +81,25 @@ class Renderer:
         self.bos_id = bos
         self._missing_bos = [bos] if adds else []
         own = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-        self.end_of_turn = self._end_of_turn(frozenset(eos_ids) | own)
+        self.closing, self.end_of_turn = self._closing(frozenset(eos_ids) | own)
 
-    def _end_of_turn(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """`eos_ids`, with the token by which the template closes an answer if it is not among them."""
-        question = [{"role": "user", "content": "a"}]
+    def _closing(self, eos_ids: frozenset[int]) -> tuple[int, frozenset[int]]:
+        """The token by which the template closes an answer, and it with `eos_ids`.
+
+        It is in what two renderings have in common behind answers that differ.
+        """
+        question = {"role": "user", "content": "a"}
         try:
-            prompt = self.ids(self.text(question, generation=True))
-            whole = self.ids(self.text([*question, {"role": "assistant", "content": "b"}]))
+            one, other = (self.ids(self.text([question, {"role": "assistant", "content": text}])) for text in "bd")
         except Unusable as error:
             raise Refused(f"the target's chat template cannot render a plain question and answer: {error}") from None
-        if whole[: len(prompt)] != prompt:
-            raise Refused("the target's chat template renders an answer otherwise than its generation prompt begins it")
-        tail = whole[len(prompt) :]
-        if eos_ids.intersection(tail):
-            return eos_ids
+        alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False)))
+        tail = [token for token, _ in reversed(alike)]
         special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
-        for token in tail:
-            if token in special:
-                return eos_ids | {token}
+        for closing in (eos_ids, special):
+            for token in tail:
+                if token in closing:
+                    return token, eos_ids | {token}
         raise Refused(
             "the target's chat template closes an answer with no end-of-turn token, so its end cannot be learnt"
         )
@@ -100,9 +119,10 @@ class Renderer:
         """
         if not messages and not generation:
             return ""
+        shown = [{key: value for key, value in message.items() if key != "token_ids"} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation, **(arguments or {})
+                shown, tools=tools, tokenize=False, add_generation_prompt=generation, **(arguments or {})
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             reason = " ".join(str(error).split())[:120]
@@ -121,47 +141,25 @@ class Renderer:
             raise Unusable("rendered with two BOS tokens")
         return ids
 
-    def render(self, conversation: Conversation, max_tokens: int) -> Rendered:
+    def render(self, conversation: Conversation, max_tokens: int, only: int | None = None) -> Rendered:
         """Ids and spans of a conversation, cut at `max_tokens`.
+
+        Args:
+            conversation: what is rendered.
+            max_tokens: ids beyond are cut off.
+            only: index of the one assistant message to supervise; what comes after it is left out.
 
         Raises:
             Unusable: the template refuses it, a boundary is unstable, or no row would be supervised.
         """
-        tokenised: dict[str, list[int]] = {}
-
-        def rendered(count: int, generation: bool = False) -> tuple[str, list[int]]:
-            text = self.text(
-                conversation.messages[:count],
-                generation=generation,
-                tools=conversation.tools,
-                arguments=conversation.template_arguments,
-            )
-            if text not in tokenised:
-                tokenised[text] = self.ids(text)
-            return text, tokenised[text]
-
-        _, whole = rendered(len(conversation.messages))
-        spans = []
-        for index, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
-                continue
-            (prompt_text, prompt), (upto_text, upto) = rendered(index, generation=True), rendered(index + 1)
-            if upto[: len(prompt)] != prompt:
-                raise Unusable("unstable boundary: the answer does not begin where its prompt ends")
-            if whole[: len(upto)] != upto:
+        answers = conversation.answers if only is None else [only]
+        turns = [self._turn(conversation, at, alone=only is not None, last=at == answers[-1]) for at in answers]
+        whole = turns[-1].ids
+        for turn, later in pairwise(turns):
+            if later.ids[: len(turn.ids)] != turn.ids:
                 raise Unusable("unstable boundary: later turns rewrite an answer")
-            begins = upto_text[len(prompt_text) :].lstrip().startswith((message["content"] or "").strip())
-            if not begins and "reasoning_content" not in message:
-                raise Unusable(
-                    "the template adds text to an answer that the target did not say (an empty think block? a row's "
-                    "chat_template_kwargs can switch it off)"
-                )
-            closing = max((at for at in range(len(prompt), len(upto)) if upto[at] in self.end_of_turn), default=None)
-            if closing is None:
-                raise Unusable("an answer without an end-of-turn token")
-            spans.append((len(prompt), closing if index == conversation.cut else closing + 1))
         everything, clipped = (
-            tuple((start, min(end, limit)) for start, end in spans if min(end, limit) - start >= 2)
+            tuple((turn.start, min(turn.end, limit)) for turn in turns if min(turn.end, limit) - turn.start >= 2)
             for limit in (len(whole), max_tokens)
         )
         if not everything:
@@ -170,3 +168,85 @@ class Renderer:
             raise Unusable(f"no supervised row within data.max_tokens={max_tokens}")
         cut = sum(end - start for start, end in everything) - sum(end - start for start, end in clipped)
         return Rendered(tuple(whole[: clipped[-1][1]]), clipped, cut)
+
+    def _turn(self, conversation: Conversation, index: int, *, alone: bool, last: bool) -> Turn:
+        """One assistant message with everything before it.
+
+        Raises:
+            Unusable: its ids are not its prompt's, then those of what the target said.
+        """
+        message, before = conversation.messages[index], conversation.messages[:index]
+
+        def text(messages: list[dict[str, Any]], generation: bool = False) -> str:
+            return self.text(
+                messages, generation=generation, tools=conversation.tools, arguments=conversation.template_arguments
+            )
+
+        prompt_text = text(before, generation=True)
+        prompt = self.ids(prompt_text)
+        if max(message.get("token_ids", ()), default=0) >= len(self.tokenizer):
+            raise Unusable("token_ids of an answer go beyond the target's vocabulary")
+        if last and "token_ids" in message:
+            return Turn(prompt + message["token_ids"], len(prompt), len(prompt) + len(message["token_ids"]))
+        upto_text = text([*before, message])
+        upto = self.ids(upto_text)
+        for key in ("tool_calls", "reasoning_content"):
+            if key in message and text([*before, {k: v for k, v in message.items() if k != key}]) == upto_text:
+                raise Unusable(f"the chat template leaves out {key} of an answer")
+        plain = "tool_calls" not in message and "reasoning_content" not in message
+        problem = None
+        if upto[: len(prompt)] != prompt:
+            problem = "unstable boundary: the answer does not begin where its prompt ends"
+        elif plain and not self._says(upto_text, prompt_text, message["content"]):
+            problem = (
+                "the template adds text to an answer that the target did not say (an empty think block? "
+                "data.chat_template_kwargs may switch it off, data.turns=split takes the answer without it)"
+            )
+        elif "token_ids" in message and upto[len(prompt) :][: len(message["token_ids"])] != message["token_ids"]:
+            problem = "unstable boundary: the template's ids of an answer are not those that the server gave"
+        end = max((at for at in range(len(prompt), len(upto)) if upto[at] in self.end_of_turn), default=None)
+        if problem is None and end is None:
+            problem = "an answer without an end-of-turn token"
+        if problem is None:
+            assert end is not None
+            return Turn(upto[: end + 1], len(prompt), end if index == conversation.cut else end + 1)
+        if not alone or not plain:
+            raise Unusable(problem)
+        history = text(before) if before else ""
+        opening = prompt_text[len(history) :] if prompt_text.startswith(history) else ""
+        raw = self._raw(message["content"], opening, cut=index == conversation.cut)
+        ids = self.tokenizer(raw, add_special_tokens=False)["input_ids"]
+        ids += [] if index == conversation.cut else [self.closing]
+        return Turn(prompt + ids, len(prompt), len(prompt) + len(ids))
+
+    def _says(self, upto_text: str, prompt_text: str, content: str) -> bool:
+        """Whether what the template puts behind the prompt is `content` and its end, but for spaces.
+
+        The prompt may have said the beginning of `content` already (an opened think block).
+        """
+        said, start = content.strip(), len(prompt_text)
+        emitted = upto_text[start:]
+        start += len(emitted) - len(emitted.lstrip()) if said else 0
+        first = max(0, start - max(len(said), 1) + 1)
+        at = next((at for at in range(first, start + 1) if upto_text.startswith(said, at)), None)
+        if at is None:
+            return False
+        rest = self.tokenizer(upto_text[at + len(said) :].strip(), add_special_tokens=False)["input_ids"]
+        return not rest or rest[0] in self.end_of_turn
+
+    @staticmethod
+    def _raw(content: str, opening: str, *, cut: bool) -> str:
+        """What of `content` comes behind the prompt; `opening` is the part of the prompt that opens the answer.
+
+        Raises:
+            Unusable: the prompt is of one thinking mode, the answer of the other.
+        """
+        closed = THINK_END in opening
+        opened = THINK_START in opening and not closed
+        if closed and THINK_END in content:
+            raise Unusable("the answer thinks, but its prompt is that of the mode without thinking")
+        if opened and THINK_END not in content and not cut:
+            raise Unusable("the prompt opens a thought that the answer does not close")
+        if opened and content.lstrip().startswith(THINK_START):
+            return content.lstrip()[len(THINK_START) :].lstrip("\n")
+        return content

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from safetensors.torch import load_file
 
 from featurize.config import DataConfig
 from featurize.contract import dtype_name, tokenizer_fingerprint
-from featurize.conversations import Refusals, Unusable, read_conversations
-from featurize.spans import Renderer
+from featurize.conversations import Conversation, Refusals, Unusable
+from featurize.sources import describe_sources, read_conversations
+from featurize.spans import Rendered, Renderer
 from models.artefact import file_sha256, fingerprint, read_json, write_bytes, write_tensors
 from models.config import TargetConfig
 from models.errors import Refused
@@ -32,15 +34,19 @@ from models.target import Target
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Of the files in a features folder; features of another version are refused, never reinterpreted."""
+
+MESSAGE = "#message-"
+"""In the id of a document that is one answer: between the conversation's id and the number of the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One conversation as token ids; the ids themselves are read when needed.
+    """A conversation, or one answer of it with its history, as token ids; the ids themselves are read when needed.
 
     Attributes:
+        id: of the conversation; of one answer, with the number of its message behind it.
         length: tokens.
         spans: half-open ranges that the target itself produced, each of at least two tokens.
     """
@@ -49,6 +55,11 @@ class Document:
     route: str
     length: int
     spans: tuple[tuple[int, int], ...]
+
+    @property
+    def conversation(self) -> str:
+        """Id of the conversation: its documents are held out together or not at all."""
+        return self.id.partition(MESSAGE)[0]
 
     @property
     def teachers(self) -> int:
@@ -92,15 +103,11 @@ def describe_inputs(
     Raises:
         Refused: no data file is named, or one is missing.
     """
-    if not data.conversations:
-        raise Refused("data.conversations names no file; choose a data set, for example data=jsonl, and name its files")
-    files = [Path(name).expanduser() for name in data.conversations]
-    for file in files:
-        if not file.is_file():
-            raise Refused(f"no such file: {file} (data.conversations; relative paths start at the current folder)")
     return {
         "version": VERSION,
-        "data.conversations (contents)": [file_sha256(file) for file in files],
+        "data.mixture (contents)" if data.mixture else "data.conversations (contents)": describe_sources(data),
+        "data.chat_template_kwargs": data.chat_template_kwargs,
+        "data.turns": data.turns,
         "data.max_tokens": data.max_tokens,
         "data.limit": data.limit,
         "data.route_limits": dict(data.route_limits),
@@ -147,41 +154,50 @@ def load_renderer(target: Target, settings: TargetConfig) -> Renderer:
     return Renderer(tokenizer, target.eos_ids)
 
 
+def render_documents(
+    data: DataConfig, renderer: Renderer, refusals: Refusals
+) -> Iterator[tuple[Document, Rendered, Conversation]]:
+    """Every document of `data` in order, with its ids; what cannot be used is counted in `refusals`.
+
+    Raises:
+        Refused: a source cannot be read.
+    """
+    taken: Counter[str | None] = Counter()
+    for conversation in read_conversations(data, refusals):
+        if taken[conversation.route] >= data.route_limits.get(conversation.route or "", sys.maxsize):
+            refusals.add("beyond data.route_limits", conversation.source)
+            continue
+        answers = conversation.answers
+        chosen: dict[str, Sequence[int | None]] = {"all": [None], "split": answers, "last": answers[-1:]}
+        for only in chosen[data.turns]:
+            name = conversation.id if data.turns != "split" else f"{conversation.id}{MESSAGE}{only}"
+            try:
+                rendered = renderer.render(conversation, data.max_tokens, only)
+            except Unusable as error:
+                place = conversation.source if data.turns != "split" else f"{conversation.source}, message {only}"
+                refusals.add(str(error), place)
+                continue
+            taken[conversation.route] += 1
+            yield Document(name, conversation.route, len(rendered.ids), rendered.spans), rendered, conversation
+
+
 def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
     """Render every conversation of `data`; those that cannot be used are counted by reason and logged.
 
     Raises:
-        Refused: a file cannot be read, or no document is left.
+        Refused: a source cannot be read, or no document is left.
     """
     refusals = Refusals()
     documents: list[Document] = []
     pieces: list[torch.Tensor] = []
     truncated = {"documents": 0, "supervised_tokens": 0}
-    taken: Counter[str] = Counter()
-    beyond = 0
-    for conversation in read_conversations(data.conversations, refusals):
-        if data.limit is not None and len(documents) >= data.limit:
-            break
-        if (
-            conversation.route in data.route_limits
-            and taken[conversation.route] >= data.route_limits[conversation.route]
-        ):
-            beyond += 1
-            continue
-        try:
-            rendered = renderer.render(conversation, data.max_tokens)
-        except Unusable as error:
-            refusals.add(str(error), conversation.source)
-            continue
-        taken[conversation.route or ""] += 1
-        documents.append(Document(conversation.id, conversation.route, len(rendered.ids), rendered.spans))
+    for document, rendered, _ in islice(render_documents(data, renderer, refusals), data.limit):
+        documents.append(document)
         pieces.append(torch.tensor(rendered.ids, dtype=torch.int32))
         truncated["documents"] += rendered.cut > 0
         truncated["supervised_tokens"] += rendered.cut
     for line in refusals.lines():
         log.warning("left out: %s", line)
-    if beyond:
-        log.info("left out: %d conversations beyond data.route_limits", beyond)
     if not documents:
         raise Refused(
             f"no document is left to featurize; left out: {'; '.join(refusals.lines()) or 'nothing was read'}"

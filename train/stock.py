@@ -38,7 +38,7 @@ def divide(documents: Sequence[Document], corpus: Corpus, validation_share: floa
     training: list[int] = []
     validation: list[int] = []
     for index in with_rows:
-        (validation if held_out(documents[index].id, validation_share) else training).append(index)
+        (validation if held_out(documents[index].conversation, validation_share) else training).append(index)
     if not with_rows:
         raise Refused(f"none of {len(documents)} documents supervises a row; look at the conversations' answers")
     if not training:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "<end_turn>"]
+SPECIAL += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<eos>"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|User|>", "<|Assistant|>"]
+SPECIAL += ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""On-policy conversations through an OpenAI-compatible server: filled once, resumed, packed."""
+"""On-policy conversations: filled once, resumed without loss or repetition, packed in order, whoever speaks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ import pytest
 
 from featurize.config import GenerateConfig, RouteConfig
 from featurize.conversations import parse_row
-from featurize.generate import fill_and_pack, plan_slots, repetition, user_turn_head
+from featurize.generate import failed_file, fill_and_pack, plan_slots, repetition, user_turn_head
+from featurize.spans import Renderer
+from featurize.tokenised import load_renderer
+from models.config import TargetConfig
 from models.errors import Refused
+from models.target import describe_target
 
 
 class Server:
-    """A stub of a model server; requests are counted, the first `failures` of them fail."""
+    """A stub of a model server. It answers with words that hold the seed; `status(text)` says with which status."""
 
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.failures = 0
-        stub = self
+    def __init__(self, renderer: Renderer) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.status: Any = lambda _text: 200
+        stub, tokenizer = self, renderer.tokenizer
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                stub.requests.append((self.path, body))
-                if stub.failures > 0:
-                    stub.failures -= 1
-                    self.send_error(500)
+                text = tokenizer.decode(body["prompt"])
+                stub.requests.append(body | {"path": self.path, "text": text})
+                if (status := stub.status(text)) != 200:
+                    self.send_error(status)
                     return
-                words = f" number {body['seed']} of the things that people ask"
-                if self.path.endswith("/chat/completions"):
-                    finish = "length" if body["seed"] % 2 else "stop"
-                    choice = {"message": {"content": "an answer to" + words}, "finish_reason": finish}
+                words, seed = f" number {body['seed']} of the things that people ask", body["seed"]
+                if text.endswith("<|im_start|>assistant\n"):
+                    words, cut = "an answer to" + words, seed % 5 == 0
                 else:
-                    long = body["seed"] % 3 == 0
-                    choice = {"text": words, "finish_reason": "length" if long else "stop"}
+                    cut = seed % 3 == 0
+                ids = tokenizer(words)["input_ids"] + ([] if cut else [renderer.closing])
+                choice = {"text": words, "finish_reason": "length" if cut else "stop", "token_ids": ids}
                 data = json.dumps({"choices": [choice]}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
@@ -54,21 +58,41 @@ class Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.http.serve_forever, args=(0.05,))
-    thread.start()
-    yield server
-    server.http.shutdown()
-    thread.join()
-    server.http.server_close()
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> TargetConfig:
+    return TargetConfig(path=str(tiny_target_dir), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def renderer(target: TargetConfig) -> Renderer:
+    return load_renderer(describe_target(target), target)
 
 
 @pytest.fixture
-def config(server: Server, tmp_path: Path) -> GenerateConfig:
+def servers(renderer: Renderer) -> Iterator[list[Server]]:
+    servers = [Server(renderer), Server(renderer)]
+    threads = [threading.Thread(target=server.http.serve_forever, args=(0.05,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield servers
+    for server, thread in zip(servers, threads, strict=True):
+        server.http.shutdown()
+        thread.join()
+        server.http.server_close()
+
+
+@pytest.fixture
+def server(servers: list[Server]) -> Server:
+    return servers[0]
+
+
+@pytest.fixture
+def config(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GenerateConfig:
+    async def at_once(_seconds: float) -> None: ...
+
+    monkeypatch.setattr("featurize.speakers.asyncio.sleep", at_once)
     return GenerateConfig(
-        url=server.url,
+        urls=[server.url],
         output=str(tmp_path / "conversations.jsonl"),
         conversations=12,
         routes={"chat": RouteConfig([""], 2.0), "code": RouteConfig(["Write", "Explain"], 1.0)},
@@ -80,58 +104,181 @@ def packed(config: GenerateConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.open(config.output + ".gz", "rt")]
 
 
-def test_every_slot_is_filled_by_the_target_and_packed(
-    config: GenerateConfig, server: Server, tiny_target_dir: Path
+def failed(config: GenerateConfig) -> dict[str, str]:
+    file = failed_file(Path(config.output))
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {row["id"]: row["reason"] for row in rows}
+
+
+def test_every_slot_is_filled_by_the_target_and_packed_in_the_order_of_the_plan(
+    config: GenerateConfig, server: Server, target: TargetConfig, renderer: Renderer
 ) -> None:
-    assert fill_and_pack(config, str(tiny_target_dir))
+    assert fill_and_pack(config, target)
     rows = packed(config)
-    wanted = sorted((slot.id.rpartition("-")[2], slot.id) for slot in plan_slots(config))
-    assert [row["id"] for row in rows] == [name for _, name in wanted]
+    assert [row["id"] for row in rows] == [slot.id for slot in plan_slots(config)]
     assert sum(row["route"] == "chat" for row in rows) == 8
-    prompts = [body["prompt"] for path, body in server.requests if path == "/v1/completions"]
+    prompts = [r["text"] for r in server.requests if not r["text"].endswith("assistant\n")]
     assert set(prompts) == {"<|im_start|>user\n", "<|im_start|>user\nWrite", "<|im_start|>user\nExplain"}
     # User turns that reached their bound were sampled again; answers that did are kept and say so.
     assert len(prompts) > len(rows)
-    cut = [parse_row(row).cut for row in rows]
-    assert {None, 1} == set(cut)
+    for row in rows:
+        conversation = parse_row(row)
+        rendered = renderer.render(conversation, 10_000)
+        ((start, end),) = rendered.spans
+        assert list(rendered.ids[start:end]) == row["messages"][-1]["token_ids"]
+        assert (rendered.ids[end - 1] == renderer.closing) == (conversation.cut is None)
 
 
 def test_a_second_launch_asks_nothing_and_a_stopped_one_goes_on(
-    config: GenerateConfig, server: Server, tiny_target_dir: Path
+    config: GenerateConfig, server: Server, target: TargetConfig
 ) -> None:
-    fill_and_pack(config, str(tiny_target_dir))
+    fill_and_pack(config, target)
     whole, asked = Path(config.output + ".gz").read_bytes(), len(server.requests)
-    assert not fill_and_pack(config, str(tiny_target_dir))
+    assert not fill_and_pack(config, target)
     assert len(server.requests) == asked
     lines = Path(config.output).read_bytes().splitlines(keepends=True)
     Path(config.output).write_bytes(b"".join(lines[:7]) + lines[7][:20])
-    assert fill_and_pack(config, str(tiny_target_dir))
+    assert fill_and_pack(config, target)
     assert Path(config.output + ".gz").read_bytes() == whole
     assert len(server.requests) < 2 * asked
 
 
-def test_a_failing_request_is_tried_again(
-    config: GenerateConfig, server: Server, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_slot_that_is_given_up_is_recorded_and_not_asked_for_again(
+    config: GenerateConfig, server: Server, target: TargetConfig
 ) -> None:
-    async def at_once(_seconds: float) -> None: ...
+    server.status = lambda text: 400 if "Explain" in text else 200
+    assert fill_and_pack(config, target)
+    assert set(failed(config)) == {"code-00001", "code-00003"}
+    assert all("refuses it" in reason for reason in failed(config).values())
+    assert len(packed(config)) == 10
+    asked = len(server.requests)
+    assert not fill_and_pack(config, target)
+    assert len(server.requests) == asked
+    # With that file gone they are asked for again.
+    failed_file(Path(config.output)).unlink()
+    server.status = lambda _text: 200
+    assert fill_and_pack(config, target)
+    assert [row["id"] for row in packed(config)] == [slot.id for slot in plan_slots(config)]
 
-    monkeypatch.setattr("featurize.generate.asyncio.sleep", at_once)
-    server.failures = 3
-    assert fill_and_pack(config, str(tiny_target_dir))
-    assert len(packed(config)) == 12
-    server.failures = 10**6
-    Path(config.output).unlink()
+
+def test_a_request_that_keeps_failing_does_not_stop_the_others(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    server.status = lambda text: 500 if "Explain" in text else 200
+    assert fill_and_pack(config, target)
+    assert set(failed(config)) == {"code-00001", "code-00003"}
+    assert all("keeps failing" in reason for reason in failed(config).values())
+    assert sum("Explain" in r["text"] for r in server.requests) == 8
+
+
+def test_servers_that_answer_nobody_stop_the_run_and_nothing_is_lost(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    server.status = lambda _text: 500
     with pytest.raises(Refused, match="keeps failing"):
-        fill_and_pack(config, str(tiny_target_dir))
+        fill_and_pack(config, target)
+    assert not failed(config)
+    server.status = lambda _text: 200
+    assert fill_and_pack(config, target)
+    assert len(packed(config)) == 12
+
+
+def test_many_servers_share_the_work_and_one_that_fails_is_replaced(
+    config: GenerateConfig, servers: list[Server], target: TargetConfig
+) -> None:
+    config.urls = [server.url for server in servers]
+    assert fill_and_pack(config, target)
+    counts = [len(server.requests) for server in servers]
+    assert min(counts) > 0.2 * sum(counts)
+    Path(config.output).unlink()
+    servers[0].status = lambda _text: 503
+    assert fill_and_pack(config, target)
+    assert len(packed(config)) == 12
+    assert not failed(config)
+
+
+def test_each_answer_conditions_the_next_user_turn_with_its_routes_settings(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    config.sampled_share = 1.0
+    config.routes = {"chat": RouteConfig(turns=3, temperature=0.3, top_p=0.7, chat_template_kwargs={"think": False})}
+    assert fill_and_pack(config, target)
+    rows, texts = packed(config), [r["text"] for r in server.requests]
+    assert max(len(row["messages"]) for row in rows) == 6
+    for row in rows:
+        assert row["chat_template_kwargs"] == {"think": False}
+        history = ""
+        for user, answer in zip(row["messages"][::2], row["messages"][1::2], strict=True):
+            assert history + "<|im_start|>user\n" in texts
+            history += f"<|im_start|>user\n{user['content']}<|im_end|>\n<|im_start|>assistant\n"
+            assert history in texts
+            history += answer["content"] + "<|im_end|>\n"
+        assert len(row["messages"]) == 6 or "finish_reason" in row["messages"][-1]
+    answers = [r for r in server.requests if r["text"].endswith("assistant\n")]
+    assert {(r["temperature"], r["top_p"]) for r in answers} == {(0.3, 0.7)}
+
+
+def test_prompts_from_a_source_are_answered_in_place(
+    config: GenerateConfig, server: Server, target: TargetConfig, tmp_path: Path
+) -> None:
+    def message(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    system, one, two = message("system", "be kind"), message("user", "one"), message("user", "two")
+    rows = [
+        {"id": "z", "route": "code", "messages": [system, one, message("assistant", "not the target's"), two]},
+        {"id": "a", "messages": [one, two]},
+        {"id": "none", "messages": [system]},
+        {"id": "t", "messages": [one, message("assistant", "call"), message("tool", "42"), two]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.prompts, config.routes = [str(file)], {}
+    # A seed by which no answer is cut.
+    seeds = (seed for seed in range(1000) if all(s.seed(seed, at) % 5 for s in plan_slots(config) for at in range(4)))
+    config.seed = next(seeds)
+    assert fill_and_pack(config, target)
+    made = packed(config)
+    assert [row["id"] for row in made] == ["z", "a", "t"]
+    assert [[m["role"] for m in row["messages"]] for row in made] == [
+        ["system", "user", "assistant", "user", "assistant"],
+        ["user", "user", "assistant"],
+        ["user", "assistant"],
+    ]
+    answers = [m["content"] for row in made for m in row["messages"] if m["role"] == "assistant"]
+    assert all(content.startswith("an answer") for content in answers)
+    assert "not the target's" not in "".join(r["text"] for r in server.requests)
+
+
+def test_without_a_server_the_target_answers_in_this_process(
+    config: GenerateConfig, target: TargetConfig, renderer: Renderer, tiny_prompts: Path
+) -> None:
+    config.urls, config.prompts, config.max_answer_tokens, config.sampled_share = [], [str(tiny_prompts)], 6, 0.5
+    assert fill_and_pack(config, target)
+    first = packed(config)
+    assert 0 < len(first) <= 6
+    for row in first:
+        answer = row["messages"][-1]
+        assert renderer.tokenizer.decode(answer["token_ids"], skip_special_tokens=True) == answer["content"]
+    Path(config.output).unlink()
+    assert fill_and_pack(config, target)
+    assert packed(config) == first
+
+
+def test_another_target_or_other_settings_do_not_mix(config: GenerateConfig, target: TargetConfig) -> None:
+    fill_and_pack(config, target)
+    config.temperature = 0.1
+    with pytest.raises(Refused, match="begun by another target or with other settings"):
+        fill_and_pack(config, target)
 
 
 def test_the_head_of_a_user_turn_is_the_templates_own(make_tokenizer: Any) -> None:
-    template = "{{ bos_token }}[sys]{% for m in messages %}({{ m.role }}: {{ m.content }}){% endfor %}"
-    assert user_turn_head(make_tokenizer(template, bos="<s>")) == "<s>[sys](user: "
-    with pytest.raises(Refused, match="no chat template"):
-        user_turn_head(make_tokenizer(None))
+    template = "{{ bos_token }}[sys]{% for m in messages %}({{ m.role }}: {{ m.content }}<|eot|>){% endfor %}"
+    renderer = Renderer(make_tokenizer(template, bos="<s>"))
+    assert user_turn_head(renderer) == "<s>[sys](user: "
+    assert user_turn_head(renderer, [{"role": "assistant", "content": "x"}]) == "<s>[sys](assistant: x<|eot|>)(user: "
     with pytest.raises(Refused, match="does not render a user message as it is"):
-        user_turn_head(make_tokenizer("{{ messages[0].content[:3] }}"))
+        user_turn_head(Renderer(make_tokenizer("{% for m in messages %}{{ m.content[:3] }}<|eot|>{% endfor %}")))
 
 
 def test_repetition_is_the_share_of_repeated_word_4_grams() -> None:

@@ -1,0 +1,120 @@
+"""Who lets the target continue token ids: servers that were started elsewhere, or this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from featurize.config import GenerateConfig
+from featurize.spans import Renderer
+from models.target import Target
+
+TRIES = 4
+"""Times that a request is sent before it has failed."""
+
+
+class Unfilled(Exception):
+    """A conversation that cannot be made; the message is the reason."""
+
+
+class Unanswered(Unfilled):
+    """Nobody answers: the fault may be the servers'."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the target said: text, its ids where they are known, and why it ended ("stop" or "length")."""
+
+    text: str
+    ids: list[int] | None
+    finish_reason: str
+
+
+class Speaker(Protocol):
+    """Whatever lets the target continue token ids."""
+
+    async def complete(
+        self, prompt: list[int], *, max_tokens: int, temperature: float, top_p: float, seed: int
+    ) -> Completion:
+        """Raises Unfilled when it cannot."""
+        ...
+
+
+class Servers:
+    """OpenAI-compatible servers of the same target; a request goes to the least busy one that is not resting."""
+
+    def __init__(self, config: GenerateConfig, client: httpx.AsyncClient) -> None:
+        self.urls, self.model, self.client = config.urls, config.model, client
+        self.in_flight: Counter[str] = Counter()
+        self.rests_until = dict.fromkeys(config.urls, 0.0)
+
+    async def complete(self, prompt: list[int], **sampling: Any) -> Completion:
+        """Ask; a failing server rests a little and the request goes to another one, or there again."""
+        body = {"model": self.model, "prompt": prompt, "return_token_ids": True, **sampling}
+        told: Exception | None = None
+        for attempt in range(TRIES):
+            now = time.monotonic()
+            url = min(self.urls, key=lambda url: (max(self.rests_until[url] - now, 0), self.in_flight[url]))
+            self.in_flight[url] += 1
+            try:
+                response = await self.client.post(f"{url}/completions", json=body)
+                if response.status_code in (400, 413, 422):  # this request, not this server
+                    raise Unfilled(f"{url} refuses it: {response.text[:200]}")
+                response.raise_for_status()
+                choice = response.json()["choices"][0]
+                return Completion(choice["text"], choice.get("token_ids"), choice["finish_reason"])
+            except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+                told = error
+                self.rests_until[url] = time.monotonic() + 2**attempt
+            finally:
+                self.in_flight[url] -= 1
+            if attempt < TRIES - 1:
+                await asyncio.sleep(2**attempt if len(self.urls) == 1 else 0)
+        raise Unanswered(f"{url}/completions keeps failing: {told!r}")
+
+
+class InProcess:
+    """The target in this process, one request after another."""
+
+    def __init__(self, target: Target, renderer: Renderer) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(
+            target.path, dtype=target.dtype, trust_remote_code=target.trust_remote_code
+        )
+        self.model, self.renderer, self.lock = model.to(self.device).eval(), renderer, asyncio.Lock()
+
+    async def complete(self, prompt: list[int], **sampling: Any) -> Completion:
+        """Continue `prompt` in a thread, when it is its turn."""
+        async with self.lock:
+            return await asyncio.to_thread(self._complete, prompt, **sampling)
+
+    def _complete(
+        self, prompt: list[int], *, max_tokens: int, temperature: float, top_p: float, seed: int
+    ) -> Completion:
+        import torch
+
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        ids = torch.tensor([prompt], device=self.device)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            whole = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                eos_token_id=sorted(self.renderer.end_of_turn),
+                pad_token_id=self.renderer.closing,
+                **how,
+            )
+        said = whole[0, len(prompt) :].tolist()
+        finish_reason = "stop" if said[-1] in self.renderer.end_of_turn else "length"
+        return Completion(self.renderer.tokenizer.decode(said, skip_special_tokens=True), said, finish_reason)
