@@ -13,7 +13,7 @@ from torch import nn
 import featurize.extract
 from featurize.canary import choose_documents, run_canary
 from featurize.config import DataConfig
-from featurize.extract import Backend, batches, check_rows, check_space, extract_unit, load_backend
+from featurize.extract import Backend, Widths, batches, check_rows, check_space, extract_unit, load_backend
 from featurize.store import cut_units, teacher_positions
 from featurize.tokenised import Document, TokenisedSet, load_renderer, tokenise
 from models.config import TargetConfig
@@ -174,15 +174,17 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     tokenised: TokenisedSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     units = cut_units(tokenised, 500)
-    check_space(tmp_path, tokenised, units, units[1:], 64, 3)
+    widths = Widths(64, 3, "bf16")
+    check_space(tmp_path, tokenised, units, units[1:], widths)
     said = capsys.readouterr().out
     assert f"{len(tokenised.documents)} documents" in said
     assert f"{len(units) - 1} shards" in said
     needed = sum(unit.tokens * (4 + 3 * 64 * 2) + unit.teachers * 64 * 2 for unit in units)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": needed})())
-    check_space(tmp_path, tokenised, units, units[1:], 64, 3)
+    check_space(tmp_path, tokenised, units, units[1:], widths)
     with pytest.raises(Refused, match="GB free and .* are needed"):
-        check_space(tmp_path, tokenised, units, units, 64, 3)
+        check_space(tmp_path, tokenised, units, units, widths)
+    check_space(tmp_path, tokenised, units, units, Widths(64, 3, "int8"))
 
 
 def test_a_target_that_cannot_be_loaded_is_refused(target: Target, settings: TargetConfig, tmp_path: Path) -> None:
