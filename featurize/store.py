@@ -148,6 +148,16 @@ def is_complete(directory: Path, inputs: dict[str, Any]) -> bool:
         return False
 
 
+def count_totals(documents: Sequence[Document]) -> dict[str, int]:
+    """What a manifest says about documents."""
+    return {
+        "documents": len(documents),
+        "tokens": sum(document.length for document in documents),
+        "supervised_tokens": sum(end - start for document in documents for start, end in document.spans),
+        "teacher_positions": sum(document.teachers for document in documents),
+    }
+
+
 def write_manifest(
     directory: Path,
     contract: FeatureContract,
@@ -170,10 +180,7 @@ def write_manifest(
         "contract": contract.to_json(),
         "inputs": inputs,
         "totals": {
-            "documents": len(tokenised.documents),
-            "tokens": len(tokenised.tokens),
-            "supervised_tokens": sum(e - s for document in tokenised.documents for s, e in document.spans),
-            "teacher_positions": sum(document.teachers for document in tokenised.documents),
+            **count_totals(tokenised.documents),
             "bytes": sum(entry["size"] for entry in files),
             "refused_conversations": tokenised.refused,
             "truncated": tokenised.truncated,

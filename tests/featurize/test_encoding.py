@@ -12,6 +12,7 @@ import torch
 
 import conf
 from featurize.__main__ import work
+from featurize.bench import Loss, judge
 from featurize.encoding import (
     ENCODINGS,
     POWER,
@@ -138,6 +139,8 @@ def test_a_width_that_cannot_be_grouped_is_refused() -> None:
         Refused, match="encoding=int8 needs a hidden size that is a multiple of 64, the target's is 100"
     ):
         require_encoding("int8", 100)
+    with pytest.raises(Refused, match="encoding=fp3 is none of"):
+        require_encoding("fp3", 64)  # as in a store of a later version
     with pytest.raises(Refused, match="configuration: .*featurize.encoding=fp3 is none of bf16, int8, int4"):
         conf.load(["name=a", "target.path=a", "featurize.encoding=fp3"])
 
@@ -182,3 +185,18 @@ def test_a_compact_store_gives_packs_that_are_decoded_on_their_device(
     (again,) = read_ahead(store, [[1, last, 0]])
     assert again is not None
     assert torch.equal(again.to(torch.device("cpu")).aux_TAP, ready.aux_TAP)
+
+
+def test_the_table_of_encodings_says_what_is_lost() -> None:
+    generator = torch.Generator().manual_seed(1)
+    aux, final, head = residual_stream(60), residual_stream(40)[:, 0], torch.randn(30, 128, generator=generator)
+    losses = {name: judge(name, aux, final, head, 6000) for name in ENCODINGS}
+    assert losses["bf16"] == Loss(100, (0.0, 0.0, 0.0, 0.0), 1.0, 0.0, 0.0)
+    assert 0 < losses["int8"].logits_error < 0.05 < losses["int4"].logits_error
+    assert 0 < losses["int8"].kl < losses["int4"].kl
+    assert losses["int4"].argmax <= losses["int8"].argmax <= 1
+    int8, int4 = losses["int8"].plane_errors, losses["int4"].plane_errors
+    assert all(
+        0 < fine < LARGEST_ERROR["int8"] < coarse < LARGEST_ERROR["int4"]
+        for fine, coarse in zip(int8, int4, strict=True)
+    )

@@ -195,3 +195,30 @@ def test_a_target_that_cannot_be_loaded_is_refused(target: Target, settings: Tar
         load_renderer(dataclasses.replace(target, path=str(tmp_path)), settings)
     with pytest.raises(Refused, match="featurize.device=nonsense cannot be used"):
         load_backend(target, settings, LAYERS, "nonsense")
+
+
+class Broken(Backend):
+    """A backend whose second plane is what `broken` makes of it."""
+
+    broken: Any = None
+
+    def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        aux, final = super().planes(ids_BL)
+        return [aux[0], self.broken(aux[1]), aux[2]], final
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (torch.zeros_like, "plane 4 is zero"),
+        (lambda plane: plane * torch.inf, "plane 4 has values that are not finite"),
+        (lambda plane: plane[:, :1].expand_as(plane), "plane 4 has the same values for all"),
+        (lambda plane: plane[:, :-1], "plane 4 has .* rows for .* tokens"),
+    ],
+)
+def test_the_canary_refuses_planes_without_content_and_with_missing_rows(
+    backend: Backend, tokenised: TokenisedSet, monkeypatch: pytest.MonkeyPatch, broken: Any, message: str
+) -> None:
+    monkeypatch.setattr(Broken, "broken", staticmethod(broken))
+    with pytest.raises(Refused, match=message):
+        run_canary(Broken(**vars(backend)), tokenised, 4)

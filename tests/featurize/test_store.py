@@ -9,15 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import featurize.verify
 from conf import load
 from featurize.__main__ import work
 from featurize.claims import Claims
 from featurize.store import FeatureStore
+from featurize.verify import verify
 from models.errors import Refused
+from models.target import Target, describe_target
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +49,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 WORKER = """
 import sys, time
 import featurize.extract as extract
+import featurize.verify
 from conf import load
 from featurize.__main__ import work
 one = extract.extract_unit
@@ -126,3 +132,61 @@ def test_a_unit_that_another_process_holds_is_waited_for_and_taken_when_that_pro
     with claims.unit(3, wait=True) as mine:
         assert mine
     holder.communicate()
+
+
+@pytest.fixture
+def complete(overrides: list[str]) -> tuple[Path, Target]:
+    run = load([*overrides, "name=complete"])
+    work(run)
+    return run.directory / "features", describe_target(run.target)
+
+
+def test_a_store_is_verified_whole(complete: tuple[Path, Target]) -> None:
+    directory, target = complete
+    files = len(json.loads((directory / "manifest.json").read_bytes())["files"])
+    assert f"verify: {files} files" in verify(directory, target, [2, 4, 5])
+    with pytest.raises(Refused, match="aux_layers"):
+        verify(directory, target, [2, 4, 6])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    edit(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: flip(d / "shards/00007.safetensors"), "00007.safetensors is damaged"),
+        (lambda d: flip(d / "tokenised.json"), "tokenised.json is"),
+        (lambda d: (d / "shards/00003.safetensors").unlink(), "00003.safetensors is missing"),
+        (lambda d: change(d, lambda m: m["totals"].update(tokens=5)), "says 5 tokens, its documents have"),
+        (lambda d: change(d, lambda m: m["totals"].update(bytes=5)), "says 5 bytes"),
+        (lambda d: change(d, lambda m: m["files"].pop(2)), r"says \d+ bytes, its files have \d+"),
+        (lambda d: change(d, lambda m: m["files"][2].update(last=m["files"][2]["last"] + 1)), "holds other tokens"),
+        (lambda d: change(d, lambda m: m["files"][2].update(first=0)), "begins with document 0"),
+    ],
+)
+def test_the_first_fault_of_a_store_is_named(complete: tuple[Path, Target], damage: Any, message: str) -> None:
+    directory, target = complete
+    damage(directory)
+    with pytest.raises(Refused, match=message):
+        verify(directory, target, [2, 4, 5])
+
+
+def test_verify_speaks_in_one_line_and_exits_with_2(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["featurize.verify", *overrides, "name=absent"])
+    with pytest.raises(SystemExit) as stopped:
+        featurize.verify.main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("featurize.verify: no features in ")
