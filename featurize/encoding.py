@@ -94,7 +94,7 @@ def encode(name: str, planes_NH: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Returns:
         {"": bf16 planes}, or codes ("": int8 [N, ..., H], or uint8 [N, ..., H/2] for 4 bits), ".scales" bf16
-        [N, ..., G] and ".channels" bf16 [..., H].
+        [N, ..., G] and ".channels" bf16 [..., H]; on the device of the planes.
     """
     integers = ENCODINGS[name]
     if integers is None:
@@ -103,8 +103,9 @@ def encode(name: str, planes_NH: torch.Tensor) -> dict[str, torch.Tensor]:
     groups, extreme = hidden // integers.group, 2 ** (integers.bits - 1)
     channels_H = channel_sizes(planes_NH)
     packed = integers.bits == 4
-    codes = torch.empty(*outer, hidden // 2 if packed else hidden, dtype=torch.uint8 if packed else torch.int8)
-    scales = torch.empty(*outer, groups, dtype=torch.bfloat16)
+    width, dtype = (hidden // 2, torch.uint8) if packed else (hidden, torch.int8)
+    codes = torch.empty(*outer, width, dtype=dtype, device=planes_NH.device)
+    scales = torch.empty(*outer, groups, dtype=torch.bfloat16, device=planes_NH.device)
     for rows in _chunks(planes_NH, math.prod(planes_NH.shape[1:])):
         even = (planes_NH[rows].float() / channels_H.float()).unflatten(-1, (groups, integers.group))
         largest = even.gather(-1, even.abs().argmax(-1, keepdim=True))

@@ -144,7 +144,7 @@ def extract_unit(
     hidden_size: int,
     advance: Callable[[int], None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H].
+    """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H]; the planes on the device.
 
     Args:
         advance: called with the number of tokens done, after every batch.
@@ -154,8 +154,10 @@ def extract_unit(
     """
     documents = tokenised.documents[unit.first : unit.last]
     tokens_T = torch.cat([tokenised.ids(unit.first + i) for i in range(len(documents))])
-    aux_TAH = torch.empty(unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16)
-    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16)
+    aux_TAH = torch.empty(
+        unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16, device=backend.device
+    )
+    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16, device=backend.device)
     begins = []
     token = teacher = 0
     for document in documents:

@@ -94,7 +94,7 @@ def write_shard(
     path = shard_path(directory, unit)
     tensors = {"tokens": tokens_T}
     for plane, values in (("aux", aux_TAH), ("final", final_FH)):
-        tensors |= {plane + part: tensor for part, tensor in encode(encoding, values).items()}
+        tensors |= {plane + part: tensor.cpu() for part, tensor in encode(encoding, values).items()}
     write_tensors(path, tensors, {"key": unit.key})
     record = {"key": unit.key, "size": path.stat().st_size, "sha256": file_sha256(path)}
     write_json(path.with_suffix(".json"), record)
