@@ -144,11 +144,12 @@ def _only_one(run: Run, stage: str) -> Iterator[None]:
         yield
 
 
-def stage(name: str, work: Callable[[Run], bool | None]) -> None:
+def stage(name: str, work: Callable[[Run], bool | None], *, shared: bool = False) -> None:
     """Run one stage from the command line: compose, check, work, and speak in single lines.
 
     `work` returns whether there was anything to do; if so its seconds go into the run's timings.json. A command that
-    only shows something returns None, and leaves no trace.
+    only shows something returns None, and leaves no trace. Several launches at once are refused, unless the stage is
+    `shared` and sees to that itself.
     Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -157,7 +158,7 @@ def stage(name: str, work: Callable[[Run], bool | None]) -> None:
     def task(config: DictConfig) -> None:
         run = _resolve(config)
         started = time.monotonic()
-        with _only_one(run, name):
+        with contextlib.nullcontext() if shared else _only_one(run, name):
             worked = work(run)
             if worked is None or not _first_process():
                 return

@@ -1,6 +1,7 @@
 """`python -m featurize experiment=demo`: conversations -> token ids and spans -> hidden states in a feature store.
 
-Run again, it goes on where it stopped; with everything there it returns at once, without loading the model.
+Run again, it goes on where it stopped; with everything there it returns at once, without loading the model. Run many
+times at once, on any machines that see the folder, the processes share the units; each returns when all are done.
 """
 
 from __future__ import annotations
@@ -9,9 +10,19 @@ import transformers
 
 from conf import Run, stage
 from featurize.canary import run_canary
-from featurize.contract import ENCODING, FeatureContract, dtype_name
-from featurize.extract import check_space, extract, load_backend
-from featurize.store import cut_units, finished_record, is_complete, record_inputs, require_inputs, write_manifest
+from featurize.claims import Claims
+from featurize.contract import FeatureContract, dtype_name
+from featurize.encoding import require_encoding
+from featurize.extract import Widths, check_space, extract, load_backend
+from featurize.store import (
+    cut_units,
+    is_complete,
+    is_finished,
+    record_inputs,
+    remove_leftovers,
+    require_inputs,
+    write_manifest,
+)
 from featurize.tokenised import describe_inputs, load_or_tokenise
 from models.target import aux_layers, describe_target
 
@@ -21,20 +32,25 @@ def work(run: Run) -> bool:
     directory = run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
-    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, ENCODING)
-    require_inputs(directory, inputs)
-    if is_complete(directory, inputs):
-        return False
-
-    tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
+    encoding = run.featurize.encoding
+    require_encoding(encoding, target.hidden_size)
+    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding)
+    claims = Claims(directory)
+    with claims.common():
+        require_inputs(directory, inputs)
+        if is_complete(directory, inputs):
+            return False
+        tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
     units = cut_units(tokenised, run.featurize.shard_tokens)
-    todo = [unit for unit in units if finished_record(directory, unit) is None]
-    check_space(directory, tokenised, units, todo, target.hidden_size, len(layers))
+    todo = [unit for unit in units if not is_finished(directory, unit)]
+    check_space(directory, tokenised, units, todo, Widths(target.hidden_size, len(layers), encoding))
 
     backend = load_backend(target, run.target, layers, run.featurize.device)
     canary = run_canary(backend, tokenised, run.featurize.canary_documents)
-    record_inputs(directory, inputs)
-    extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size)
+    with claims.common():
+        require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
+        record_inputs(directory, inputs)
+    extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size, encoding, claims)
 
     contract = FeatureContract(
         target_config=target.config_hash,
@@ -43,15 +59,18 @@ def work(run: Run) -> bool:
         vocab_size=target.vocab_size,
         dtype=dtype_name(target.dtype),
         aux_layers=layers,
-        encoding=ENCODING,
+        encoding=encoding,
         final="post_norm",
         tokenizer=inputs["target tokenizer and chat template"],
         backend="transformers",
         backend_version=transformers.__version__,
     )
-    write_manifest(directory, contract, inputs, tokenised, units, canary)
+    with claims.common():
+        if not is_complete(directory, inputs):
+            remove_leftovers(directory)
+            write_manifest(directory, contract, inputs, tokenised, units, canary)
     return True
 
 
 if __name__ == "__main__":
-    stage("featurize", work)
+    stage("featurize", work, shared=True)

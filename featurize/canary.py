@@ -3,7 +3,8 @@
 The plain way is transformers' own: one document at a time, `output_hidden_states=True`, no hooks, no
 padding. For every plane we compare each token's relative error and ask which of the target's planes ours
 is nearest to: residual streams change little from layer to layer and hold a few huge channels, so that a
-small error alone would not prove the index right. The final plane goes through the output head, whose
+small error alone would not prove the index right. A plane with fewer rows than tokens, or one that is zero,
+constant or not finite, is refused whatever it is compared with. The final plane goes through the output head, whose
 argmax must agree with the model's own logits. The report becomes part of the manifest.
 
 Shape suffixes: T tokens of a document, P planes of the target (0 .. L, the last one post-norm), H hidden.
@@ -84,6 +85,20 @@ def check_plane(name: str, expected: int, errors_PT: torch.Tensor, tolerance: fl
     return {"median_relative_error": own, "largest_relative_error": float(errors_PT[expected].max())}
 
 
+def check_varies(name: str, states_TH: torch.Tensor) -> None:
+    """Refuse a plane that is not finite, zero, or the same row for all tokens, whatever it is compared with.
+
+    Raises:
+        Refused: naming the plane and what it is.
+    """
+    if not bool(states_TH.isfinite().all()):
+        raise Refused(f"canary: {name} has values that are not finite")
+    if not bool(states_TH.any()):
+        raise Refused(f"canary: {name} is zero")
+    if len(states_TH) > 1 and bool((states_TH == states_TH[0]).all()):
+        raise Refused(f"canary: {name} has the same values for all {len(states_TH)} tokens of a document")
+
+
 def run_canary(backend: Backend, tokenised: TokenisedSet, count: int) -> dict[str, Any]:
     """Compare `count` documents, computed as one padded batch, with the plain forward; returns the report.
 
@@ -105,6 +120,9 @@ def run_canary(backend: Backend, tokenised: TokenisedSet, count: int) -> dict[st
         for name, states in zip(names, [*aux, final_BLH], strict=True):
             # As it will be stored: rounded to bf16.
             ours_TH = states[row, : len(ids_T)].to(torch.bfloat16).float().cpu()
+            if len(ours_TH) != len(ids_T):
+                raise Refused(f"canary: {name} has {len(ours_TH)} rows for {len(ids_T)} tokens")
+            check_varies(name, ours_TH)
             errors.setdefault(name, []).append(relative_errors(ours_TH, plain.planes_PTH))
         with torch.inference_mode():
             argmax_T = head(final_BLH[row, : len(ids_T)].to(torch.bfloat16).to(dtype)).argmax(-1).cpu()

@@ -27,6 +27,9 @@ class SourceConfig:
     subset: str | None = None
 
 
+ENCODING_NAMES = ("bf16", "int8", "int4")
+
+
 @dataclass
 class DataConfig:
     """Which conversations are featurized, and how they become documents.
@@ -96,16 +99,20 @@ class FeaturizeConfig:
         batch_tokens: tokens of one forward; documents of like length share a batch.
         shard_tokens: tokens of one shard file, the unit of work and of resumption.
         canary_documents: documents compared with a plain forward before the first shard; 0 skips it.
+        encoding: how planes are stored: "bf16", "int8" (about a byte per value) or "int4" (half a byte).
     """
 
     device: str = "auto"
     batch_tokens: int = 2048
     shard_tokens: int = 65536
     canary_documents: int = 4
+    encoding: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1 or self.shard_tokens < 1:
             raise ValueError("featurize.batch_tokens and featurize.shard_tokens must be at least 1")
+        if self.encoding not in ENCODING_NAMES:
+            raise ValueError(f"featurize.encoding={self.encoding} is none of {', '.join(ENCODING_NAMES)}")
 
 
 @dataclass

@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
+from featurize.encoding import require_encoding
 from models.artefact import file_sha256, fingerprint
 from models.errors import Refused
 from models.target import Target
-
-ENCODING = "bf16"
-"""How planes are stored; the only encoding so far."""
-
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -57,7 +54,7 @@ class FeatureContract:
         hidden_size, vocab_size: H and V of the target.
         dtype: the dtype the target ran in.
         aux_layers: planes in stored order; plane i is the residual stream after i decoder layers.
-        encoding: how planes are stored.
+        encoding: how planes are stored; readers decode any of `featurize.encoding`.
         final: "post_norm", the final plane is taken after the target's final norm.
         tokenizer: fingerprint of tokenizer, chat template and end-of-turn ids.
         backend, backend_version: what computed the planes.
@@ -99,6 +96,7 @@ class FeatureContract:
         Raises:
             Refused: naming the first difference.
         """
+        require_encoding(self.encoding, self.hidden_size)
         wanted = {
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
@@ -106,7 +104,6 @@ class FeatureContract:
             "target_weights": target.weights_hash,
             "dtype": dtype_name(target.dtype),
             "aux_layers": tuple(aux_layers),
-            "encoding": ENCODING,
             "final": "post_norm",
             "tokenizer": tokenizer_fingerprint(Path(target.path)),
         }

@@ -7,7 +7,7 @@ without a mask attention takes its fast path. Neighbours in length differ by lit
 a few percent, and short documents need not be packed behind a block mask, which on a CPU would cost
 more than the padding. The output head is never computed; planes go straight into the shard's tensors.
 
-Batches depend on the unit alone, so a shard that is computed again is the same, byte for byte.
+Batches depend on the unit alone, so a shard is the same, byte for byte, whoever computes it and how often.
 
 Shape suffixes: B documents of a batch, L longest of the batch, T tokens of a shard, F teacher positions of
 a shard, A aux planes, H hidden.
@@ -30,7 +30,9 @@ from rich.progress import Progress as Bar
 from rich.progress import TaskID, TextColumn
 from torch import nn
 
-from featurize.store import Unit, teacher_positions, write_shard
+from featurize.claims import Claims
+from featurize.encoding import row_bytes, table_bytes
+from featurize.store import Unit, is_finished, remove_leftovers, teacher_positions, write_shard
 from featurize.tokenised import TokenisedSet
 from models.config import TargetConfig
 from models.errors import Refused
@@ -142,7 +144,7 @@ def extract_unit(
     hidden_size: int,
     advance: Callable[[int], None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H].
+    """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H]; the planes on the device.
 
     Args:
         advance: called with the number of tokens done, after every batch.
@@ -152,8 +154,10 @@ def extract_unit(
     """
     documents = tokenised.documents[unit.first : unit.last]
     tokens_T = torch.cat([tokenised.ids(unit.first + i) for i in range(len(documents))])
-    aux_TAH = torch.empty(unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16)
-    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16)
+    aux_TAH = torch.empty(
+        unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16, device=backend.device
+    )
+    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16, device=backend.device)
     begins = []
     token = teacher = 0
     for document in documents:
@@ -174,31 +178,41 @@ def extract_unit(
     return tokens_T, aux_TAH, final_FH
 
 
+@dataclass(frozen=True)
+class Widths:
+    """What the size of a shard follows from, beside its unit: H, A and the encoding."""
+
+    hidden_size: int
+    aux_planes: int
+    encoding: str
+
+    def bytes(self, units: Sequence[Unit]) -> int:
+        """Size of these units' tensors."""
+        row, table = row_bytes(self.encoding, self.hidden_size), table_bytes(self.encoding, self.hidden_size)
+        tokens, teachers = sum(unit.tokens for unit in units), sum(unit.teachers for unit in units)
+        return tokens * (4 + self.aux_planes * row) + teachers * row + len(units) * (self.aux_planes + 1) * table
+
+
 def check_space(
-    directory: Path, tokenised: TokenisedSet, units: Sequence[Unit], todo: Sequence[Unit], hidden_size: int, planes: int
+    directory: Path, tokenised: TokenisedSet, units: Sequence[Unit], todo: Sequence[Unit], widths: Widths
 ) -> None:
-    """Print what will be written against what is free; `planes` is the number of aux planes.
+    """Print what will be written against what is free.
 
     Raises:
         Refused: what is still to be written does not fit.
     """
-    token_bytes, teacher_bytes = 4 + planes * hidden_size * 2, hidden_size * 2
-
-    def size(chosen: Sequence[Unit]) -> int:
-        return sum(unit.tokens * token_bytes + unit.teachers * teacher_bytes for unit in chosen)
-
-    tokens, total, needed = len(tokenised.tokens), size(units), size(todo)
+    tokens, total, needed = len(tokenised.tokens), widths.bytes(units), widths.bytes(todo)
     free = shutil.disk_usage(directory).free
     print(
-        f"features: {len(tokenised.documents):,} documents, {tokens:,} tokens, {total / tokens:,.0f} bytes per token, "
-        f"{total / 1e9:.2f} GB in {len(units)} shards; {len(todo)} shards ({needed / 1e9:.2f} GB) to compute, "
-        f"{free / 1e9:.1f} GB free",
+        f"features: {len(tokenised.documents):,} documents, {tokens:,} tokens, {total / tokens:,.0f} bytes per token "
+        f"({widths.encoding}), {total / 1e9:.2f} GB in {len(units)} shards; {len(todo)} shards ({needed / 1e9:.2f} GB) "
+        f"to compute, {free / 1e9:.1f} GB free",
         flush=True,
     )
     if needed * 1.01 > free:
         raise Refused(
-            f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; "
-            "free some, put root=... on a larger disk, or lower data.limit or data.max_tokens"
+            f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; free some, put root=... "
+            "on a larger disk, choose a smaller featurize.encoding, or lower data.limit or data.max_tokens"
         )
 
 
@@ -208,6 +222,7 @@ class Progress:
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
         self.started = self.told = time.monotonic()
+        self.estimated = False
         self.bar: Bar | None = None
 
     @contextmanager
@@ -239,6 +254,13 @@ class Progress:
             self.told = time.monotonic()
             self._tell()
 
+    def finished_one(self) -> None:
+        """After the first shard, writing included, say how long the rest takes."""
+        if not self.estimated and self.done < self.total:
+            minutes = (self.total - self.done) / self.rate / 60
+            print(f"features: about {minutes:,.1f} minutes to go, if this process goes on alone", flush=True)
+        self.estimated = True
+
 
 def extract(
     backend: Backend,
@@ -247,14 +269,24 @@ def extract(
     todo: Sequence[Unit],
     batch_tokens: int,
     hidden_size: int,
+    encoding: str,
+    claims: Claims,
 ) -> None:
-    """Compute the given units and write each as soon as it is done.
+    """Compute the given units, each as soon as it is done on disk, until none is left; others may be at it as well.
+
+    First come the units that nobody is at. Then we wait for each of the others, and do it if its process died.
 
     Raises:
         Refused: a plane holds rows that are zero or not finite.
     """
     progress = Progress(sum(unit.tokens for unit in todo))
     with progress.shown():
-        for unit in todo:
-            tensors = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, progress.advance)
-            write_shard(directory, unit, *tensors)
+        for wait in (False, True):
+            for unit in todo:
+                with claims.unit(unit.index, wait=wait) as mine:
+                    if not mine or is_finished(directory, unit):
+                        continue
+                    remove_leftovers(directory, unit)
+                    tensors = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, progress.advance)
+                    write_shard(directory, unit, encoding, *tensors)
+                    progress.finished_one()

@@ -2,7 +2,8 @@
 
     inputs.json                     what went in, by contents; a rerun must agree with it
     tokenised.{safetensors,json}    ids, spans and routes of all documents, in order
-    shards/00000.safetensors        tokens [T], aux [T, A, H], final [F, H] of the documents of one shard
+    shards/00000.safetensors        tokens [T], aux [T, A, H], final [F, H] of the documents of one shard,
+                                    the planes in one of the encodings of encoding.py
     shards/00000.json               the shard's key, size and SHA-256; a shard counts as finished with it
     manifest.json                   contract, inputs, totals, size and SHA-256 of every shard; written last
 
@@ -28,12 +29,13 @@ import numpy as np
 import torch
 
 from featurize.contract import FeatureContract
+from featurize.encoding import Stored, decoded, encode, stored
 from featurize.tokenised import Document, TokenisedSet, load, require_same
 from models.artefact import file_sha256, fingerprint, read_json, write_json, write_tensors
 from models.errors import Refused
 from models.target import Target
 
-DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32}
+DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
 """Dtypes that a shard holds, by their safetensors names."""
 
 
@@ -81,28 +83,46 @@ def shard_path(directory: Path, unit: Unit) -> Path:
 
 
 def write_shard(
-    directory: Path, unit: Unit, tokens_T: torch.Tensor, aux_TAH: torch.Tensor, final_FH: torch.Tensor
+    directory: Path,
+    unit: Unit,
+    encoding: str,
+    tokens_T: torch.Tensor,
+    aux_TAH: torch.Tensor,
+    final_FH: torch.Tensor,
 ) -> None:
-    """Write one finished shard, then its record."""
+    """Encode and write one finished shard, then its record."""
     path = shard_path(directory, unit)
-    write_tensors(path, {"tokens": tokens_T, "aux": aux_TAH, "final": final_FH}, {"key": unit.key})
+    tensors = {"tokens": tokens_T}
+    for plane, values in (("aux", aux_TAH), ("final", final_FH)):
+        tensors |= {plane + part: tensor.cpu() for part, tensor in encode(encoding, values).items()}
+    write_tensors(path, tensors, {"key": unit.key})
     record = {"key": unit.key, "size": path.stat().st_size, "sha256": file_sha256(path)}
     write_json(path.with_suffix(".json"), record)
 
 
-def finished_record(directory: Path, unit: Unit) -> dict[str, Any] | None:
-    """The record of a unit whose shard is there, whole and of this key; None when it must be computed."""
+def is_finished(directory: Path, unit: Unit) -> bool:
+    """Whether a unit's shard is there, of this key and of its recorded size; otherwise it must be computed.
+
+    The record is written after the shard has reached the disk. Contents are for readers and `featurize.verify`:
+    every process of a large job asks this of every shard.
+    """
     path = shard_path(directory, unit)
     try:
         record = json.loads(path.with_suffix(".json").read_bytes())
-        whole = record["key"] == unit.key and record["size"] == path.stat().st_size
-        return record if whole and record["sha256"] == file_sha256(path) else None
+        return record["key"] == unit.key and record["size"] == path.stat().st_size
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        return False
+
+
+def remove_leftovers(directory: Path, unit: Unit | None = None) -> None:
+    """Remove what killed writers left half written: of one unit, or of everything when all units are finished."""
+    for pattern in (".*.tmp", "shards/.*.tmp") if unit is None else (f"shards/.{unit.name}.*.tmp",):
+        for leftover in directory.glob(pattern):
+            leftover.unlink()
 
 
 def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
-    """Check that a features folder is new or belongs to these inputs; leftovers of a kill are removed.
+    """Check that a features folder is new or belongs to these inputs.
 
     Raises:
         Refused: it was made with other inputs; naming what differs.
@@ -110,13 +130,12 @@ def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
     record = directory / "inputs.json"
     if record.is_file():
         require_same(inputs, read_json(record), directory)
-    for leftover in [*directory.glob(".*.tmp"), *directory.glob("shards/.*.tmp")]:
-        leftover.unlink()
 
 
 def record_inputs(directory: Path, inputs: dict[str, Any]) -> None:
     """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended."""
-    write_json(directory / "inputs.json", inputs)
+    if not (directory / "inputs.json").is_file():
+        write_json(directory / "inputs.json", inputs)
 
 
 def is_complete(directory: Path, inputs: dict[str, Any]) -> bool:
@@ -127,6 +146,16 @@ def is_complete(directory: Path, inputs: dict[str, Any]) -> bool:
         return manifest["inputs"] == inputs and sizes_agree
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
+
+
+def count_totals(documents: Sequence[Document]) -> dict[str, int]:
+    """What a manifest says about documents."""
+    return {
+        "documents": len(documents),
+        "tokens": sum(document.length for document in documents),
+        "supervised_tokens": sum(end - start for document in documents for start, end in document.spans),
+        "teacher_positions": sum(document.teachers for document in documents),
+    }
 
 
 def write_manifest(
@@ -151,10 +180,7 @@ def write_manifest(
         "contract": contract.to_json(),
         "inputs": inputs,
         "totals": {
-            "documents": len(tokenised.documents),
-            "tokens": len(tokenised.tokens),
-            "supervised_tokens": sum(e - s for document in tokenised.documents for s, e in document.spans),
-            "teacher_positions": sum(document.teachers for document in tokenised.documents),
+            **count_totals(tokenised.documents),
             "bytes": sum(entry["size"] for entry in files),
             "refused_conversations": tokenised.refused,
             "truncated": tokenised.truncated,
@@ -171,15 +197,25 @@ class DocumentFeatures:
 
     Attributes:
         tokens: int32 [T].
-        aux: bfloat16 [T, A, H], aux planes in the contract's order.
-        final: bfloat16 [F, H], after the final norm, at `final_positions`.
+        stored_aux: aux planes in the contract's order, as the shard holds them.
+        stored_final: the plane after the final norm at `final_positions`, as the shard holds it.
         final_positions: int64 [F], ascending: s .. e-2 of every span (s, e).
     """
 
     tokens: torch.Tensor
-    aux: torch.Tensor
-    final: torch.Tensor
+    stored_aux: Stored
+    stored_final: Stored
     final_positions: torch.Tensor
+
+    @property
+    def aux(self) -> torch.Tensor:
+        """Aux planes, bfloat16 [T, A, H]; decoded unless they are stored so."""
+        return decoded(self.stored_aux)
+
+    @property
+    def final(self) -> torch.Tensor:
+        """Final planes, bfloat16 [F, H]; decoded unless they are stored so."""
+        return decoded(self.stored_final)
 
 
 def teacher_positions(document: Document) -> torch.Tensor:
@@ -293,9 +329,10 @@ class FeatureStore:
         tensors = self._map(shard)
         edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self._firsts[shard]]
         (token, teacher), (token_end, teacher_end) = edges_22.tolist()
+        encoding = self.contract.encoding
         return DocumentFeatures(
             tensors["tokens"][token:token_end],
-            tensors["aux"][token:token_end],
-            tensors["final"][teacher:teacher_end],
+            stored(encoding, tensors, "aux", token, token_end),
+            stored(encoding, tensors, "final", teacher, teacher_end),
             teacher_positions(self.documents[index]),
         )

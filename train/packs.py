@@ -2,19 +2,21 @@
 
 Which rows a pack supervises follows from the spans alone (design, definition 4): row t at step k when tokens
 t+1 .. t+2+k lie in one span. Reading copies each plane once, from the memory map into the pack; that and the
-checksums of shards release the interpreter, so threads are enough to do it beside the training.
+checksums of shards release the interpreter, so threads are enough to do it beside the training. Compact planes
+stay as they are stored until the pack is on its device, and are decoded there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from featurize.encoding import Planes, joined
 from featurize.store import FeatureStore
 
 Span = tuple[int, int]
@@ -42,6 +44,7 @@ class Pack:
         teacher_T: index into `final_FP` of each position, -1 where no row needs a teacher.
         spans: half-open, in pack positions.
         documents: their indices in the store.
+        encoded: what `aux_TAP` and `final_FP` will be decoded from by `to`; until then those hold no row.
     """
 
     tokens_T: torch.Tensor
@@ -51,22 +54,31 @@ class Pack:
     teacher_T: torch.Tensor
     spans: list[Span]
     documents: list[int]
+    encoded: tuple[Planes, Planes] | None = None
 
-    def _tensors(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pack:
+        values: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        if self.encoded is not None:
+            values["encoded"] = tuple(planes.map(change) for planes in self.encoded)
+        return replace(self, **values)
 
     def to(self, device: torch.device) -> Pack:
-        """The same pack on a device; a copy to a GPU from pinned memory does not wait for it."""
-        waits = device.type != "cuda"
-        return replace(self, **{name: t.to(device, non_blocking=not waits) for name, t in self._tensors().items()})
+        """The same pack on a device, decoded there; a copy to a GPU from pinned memory does not wait for it."""
+        moved = self._changed(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+        if moved.encoded is None:
+            return moved
+        aux, final = moved.encoded
+        return replace(moved, aux_TAP=aux.decode(), final_FP=final.decode(), encoded=None)
 
     def pinned(self) -> Pack:
         """The same pack in page-locked memory."""
-        return replace(self, **{name: t.pin_memory() for name, t in self._tensors().items()})
+        return self._changed(torch.Tensor.pin_memory)
 
 
 def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
-    """Read documents and lay them end to end."""
+    """Read documents and lay them end to end; compact planes stay encoded until `Pack.to`."""
     tokens, starts, aux, final, teacher, spans = [], [], [], [], [], []
     offset = teachers = 0
     for index in indices:
@@ -77,20 +89,26 @@ def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
         positions[features.final_positions] = torch.arange(teachers, teachers + count)
         tokens.append(features.tokens.long())
         starts.append(torch.full((length,), offset, dtype=torch.int64))
-        aux.append(features.aux)
-        final.append(features.final)
+        aux.append(features.stored_aux)
+        final.append(features.stored_final)
         teacher.append(positions)
         # A row before the first token of a pack's later document would be the previous document's last.
         spans += [(max(s, 1) + offset, e + offset) for s, e in store.documents[index].spans]
         offset, teachers = offset + length, teachers + count
+    aux_TAP, final_FP, encoded = joined(aux), joined(final), None
+    if isinstance(aux_TAP, Planes) and isinstance(final_FP, Planes):
+        encoded = aux_TAP, final_FP
+        aux_TAP, final_FP = torch.empty(0), torch.empty(0)
+    assert isinstance(aux_TAP, torch.Tensor) and isinstance(final_FP, torch.Tensor)
     return Pack(
         tokens_T=torch.cat(tokens),
         starts_T=torch.cat(starts),
-        aux_TAP=torch.cat(aux),
-        final_FP=torch.cat(final),
+        aux_TAP=aux_TAP,
+        final_FP=final_FP,
         teacher_T=torch.cat(teacher),
         spans=spans,
         documents=list(indices),
+        encoded=encoded,
     )
 
 

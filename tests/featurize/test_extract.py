@@ -13,7 +13,7 @@ from torch import nn
 import featurize.extract
 from featurize.canary import choose_documents, run_canary
 from featurize.config import DataConfig
-from featurize.extract import Backend, batches, check_rows, check_space, extract_unit, load_backend
+from featurize.extract import Backend, Widths, batches, check_rows, check_space, extract_unit, load_backend
 from featurize.store import cut_units, teacher_positions
 from featurize.tokenised import Document, TokenisedSet, load_renderer, tokenise
 from models.config import TargetConfig
@@ -174,15 +174,17 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     tokenised: TokenisedSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     units = cut_units(tokenised, 500)
-    check_space(tmp_path, tokenised, units, units[1:], 64, 3)
+    widths = Widths(64, 3, "bf16")
+    check_space(tmp_path, tokenised, units, units[1:], widths)
     said = capsys.readouterr().out
     assert f"{len(tokenised.documents)} documents" in said
     assert f"{len(units) - 1} shards" in said
     needed = sum(unit.tokens * (4 + 3 * 64 * 2) + unit.teachers * 64 * 2 for unit in units)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": needed})())
-    check_space(tmp_path, tokenised, units, units[1:], 64, 3)
+    check_space(tmp_path, tokenised, units, units[1:], widths)
     with pytest.raises(Refused, match="GB free and .* are needed"):
-        check_space(tmp_path, tokenised, units, units, 64, 3)
+        check_space(tmp_path, tokenised, units, units, widths)
+    check_space(tmp_path, tokenised, units, units, Widths(64, 3, "int8"))
 
 
 def test_a_target_that_cannot_be_loaded_is_refused(target: Target, settings: TargetConfig, tmp_path: Path) -> None:
@@ -193,3 +195,30 @@ def test_a_target_that_cannot_be_loaded_is_refused(target: Target, settings: Tar
         load_renderer(dataclasses.replace(target, path=str(tmp_path)), settings)
     with pytest.raises(Refused, match="featurize.device=nonsense cannot be used"):
         load_backend(target, settings, LAYERS, "nonsense")
+
+
+class Broken(Backend):
+    """A backend whose second plane is what `broken` makes of it."""
+
+    broken: Any = None
+
+    def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        aux, final = super().planes(ids_BL)
+        return [aux[0], self.broken(aux[1]), aux[2]], final
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (torch.zeros_like, "plane 4 is zero"),
+        (lambda plane: plane * torch.inf, "plane 4 has values that are not finite"),
+        (lambda plane: plane[:, :1].expand_as(plane), "plane 4 has the same values for all"),
+        (lambda plane: plane[:, :-1], "plane 4 has .* rows for .* tokens"),
+    ],
+)
+def test_the_canary_refuses_planes_without_content_and_with_missing_rows(
+    backend: Backend, tokenised: TokenisedSet, monkeypatch: pytest.MonkeyPatch, broken: Any, message: str
+) -> None:
+    monkeypatch.setattr(Broken, "broken", staticmethod(broken))
+    with pytest.raises(Refused, match=message):
+        run_canary(Broken(**vars(backend)), tokenised, 4)
