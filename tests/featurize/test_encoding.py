@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import conf
+import featurize.bench
 from featurize.__main__ import work
 from featurize.bench import Loss, judge
 from featurize.encoding import (
@@ -200,3 +201,20 @@ def test_the_table_of_encodings_says_what_is_lost() -> None:
         0 < fine < LARGEST_ERROR["int8"] < coarse < LARGEST_ERROR["int4"]
         for fine, coarse in zip(int8, int4, strict=True)
     )
+
+
+def test_the_benchmark_measures_a_run_and_leaves_nothing_behind(
+    tmp_path: Path,
+    tiny_target_dir: Path,
+    tiny_conversations: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides = [f"root={tmp_path}", "name=b", f"target.path={tiny_target_dir}", "featurize.encoding=int4"]
+    overrides += [f"data.conversations=[{tiny_conversations}]", "featurize.device=cpu"]
+    monkeypatch.setattr("sys.argv", ["featurize.bench", *overrides])
+    featurize.bench.main()
+    said = capsys.readouterr().out
+    assert "extraction (int4, writing included)" in said
+    assert all(name in said for name in ENCODINGS)
+    assert not list(tmp_path.iterdir())
