@@ -31,6 +31,9 @@ from models.target import Target
 SELF_SCORE = 8.0
 """Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
 
+MLP_SHARE = 0.4
+"""About twice the RMS, at most, of what the MLP adds to a feature of RMS 1 at the start, however wide it is."""
+
 
 CHUNK = 16384
 """Positions, and rows of an unroll step, that are worked on at once."""
@@ -366,7 +369,7 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
         key_GEW = attention.k_proj.weight.unflatten(0, (config.num_key_value_heads, config.head_dim))
         repeat = config.num_attention_heads // config.num_key_value_heads
         attention.q_proj.weight.copy_(key_GEW.repeat_interleave(repeat, 0).flatten(0, 1))
-        nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=0.01)
+        nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=min(0.01, MLP_SHARE * config.intermediate_size**-0.5))
         if config.hidden_size == target.hidden_size:
             head.lm_head.weight.copy_(target.load_lm_head()[head.ids_D.cpu()].float())
             head.norm.weight.copy_(target.load_final_norm().float())

@@ -145,11 +145,17 @@ class Trainer:
             yield build_pack(self.store, pack).to(self.accelerator.device)
 
     def finished(self) -> bool:
-        """Whether this run has been trained to its end already.
+        """Whether this run has been trained to its end already: what the main process finds, on all of them.
 
         Raises:
             Refused: it has, but with other settings or data.
         """
+        done = ranks.first(self.accelerator, self._finished)
+        if done:
+            self.accelerator.end_training()
+        return done
+
+    def _finished(self) -> bool:
         manifest = self.directory / "manifest.json"
         if not manifest.exists():
             return False

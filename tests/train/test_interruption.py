@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+import shutil
 import signal
 import sys
 import time
@@ -103,6 +104,13 @@ def test_b25_b22_b21_signalled_on_one_rank_then_killed_then_on_one_process(plain
     steps = json.loads((train / "manifest.json").read_text())["steps"]
     optim = OptimConfig(lr=1e-3, warmup_steps=2)
     assert rates(train) == rates(straight) == [optim.lr * schedule(optim, step, steps) for step in range(steps)]
+
+
+def test_all_processes_leave_a_finished_run_even_where_only_the_first_can_see_it(features, whole, tmp_path):
+    arguments = place(features, tmp_path / "node0")
+    shutil.copytree(whole, tmp_path / "node0" / "run" / "train")
+    elsewhere = place(features, tmp_path / "node1")
+    finish(start(["train", *arguments], ["train", *elsewhere]))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", *(["zero3"] if ZERO else [])])

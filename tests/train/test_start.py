@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from models.eagle3 import MLP, Eagle3Config, Eagle3Head, initialise
 from tests.train.memory import MemoryStore, documents_of
 from train import start
 from train.config import ObjectiveConfig
@@ -179,3 +179,15 @@ def test_a_channel_that_the_targets_norm_silences_is_passed_over(world):
     pack.final_FP[:, 3] = 0
     start.fit_start(objective, lambda: [pack])
     assert all(value.isfinite().all() for value in objective.head.state_dict().values())
+
+
+def test_the_mlp_starts_nearly_silent_however_wide_it_is(world):
+    objective, pack = world
+    head = objective.head
+    head.config = dataclasses.replace(head.config, intermediate_size=16_384)
+    head.midlayer.mlp = MLP(head.config)
+    target: Any = SimpleNamespace(
+        hidden_size=HIDDEN, load_lm_head=lambda: head.lm_head.weight, load_final_norm=lambda: head.norm.weight
+    )
+    initialise(head, target, pack.aux_TAP)
+    assert head.midlayer.mlp(rms_norm(torch.randn(500, HIDDEN), (HIDDEN,))).pow(2).mean().sqrt() < 0.3
