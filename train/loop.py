@@ -177,6 +177,13 @@ class Trainer:
         journal = self._open_journal(progress)
         if journal is not None:
             log.info(self.stock.line())
+            if self.settings.packs_per_step < self.accelerator.num_processes:
+                log.warning(
+                    "trainer.packs_per_step=%d gives %d of %d processes nothing to do; raise it to a multiple of them",
+                    self.settings.packs_per_step,
+                    self.accelerator.num_processes - self.settings.packs_per_step,
+                    self.accelerator.num_processes,
+                )
             log.info(
                 "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
                 total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",

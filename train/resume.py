@@ -122,7 +122,7 @@ def read(directory: Path) -> Checkpoint:
         progress, processes, strategy = Progress(**state["progress"]), state["processes"], state["strategy"]
         head, _ = load_head(directory)
         tensors = load_file(directory / "optimizer.safetensors")
-    except (OSError, Refused, SafetensorError, TypeError, KeyError) as error:
+    except (OSError, Refused, SafetensorError, TypeError, KeyError, RuntimeError) as error:
         raise Refused(f"{directory} is not complete ({error})") from None
     own = f"/{TRAINED}"
     trained = {name.removesuffix(own): tensors.pop(name) for name in list(tensors) if name.endswith(own)}

@@ -37,7 +37,15 @@ class Task:
 
 
 def render(
-    tmp_path: Path, *, stage: str, nodes: int, job: int, task: int = 0, gpus: int = 0, ends_with: int = 0
+    tmp_path: Path,
+    *,
+    stage: str,
+    nodes: int,
+    job: int,
+    task: int = 0,
+    gpus: int = 0,
+    ends_with: int = 0,
+    state: str = "RUNNING",
 ) -> Task:
     """Run the script with stubs: srun runs one of its tasks only, which tells its command line and its ranks."""
     stubs = tmp_path / "bin"
@@ -48,7 +56,8 @@ def render(
     )
     scontrol = f"[[ $1 == show ]] && printf 'node%d\\n' 7 8 9 || echo \"$@\" >>{tmp_path}/requeued"
     python = f'printf "%s\\n" "$@"; env | grep -E "^({"|".join(RENDEZVOUS)})="; exit {ends_with}'
-    for name, body in {"srun": srun, "scontrol": scontrol, "python": python}.items():
+    stub = {"srun": srun, "scontrol": scontrol, "squeue": f"echo {state}", "python": python}
+    for name, body in stub.items():
         (stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (stubs / name).chmod(0o755)
     slurm = {
@@ -105,6 +114,11 @@ def test_training_starts_a_process_per_gpu_and_one_where_there_is_none(tmp_path:
 def test_only_training_that_saved_and_left_is_requeued(tmp_path: Path, status: int, requeued: bool) -> None:
     ended = render(tmp_path, stage="train", nodes=1, job=5, ends_with=status)
     assert (ended.status, ended.requeued) == (status, requeued)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "TIMEOUT"])
+def test_training_that_was_cancelled_is_not_requeued(tmp_path: Path, state: str) -> None:
+    assert not render(tmp_path, stage="train", nodes=1, job=5, ends_with=75, state=state).requeued
 
 
 def test_other_stages_are_one_process(tmp_path: Path) -> None:
