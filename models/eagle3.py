@@ -35,8 +35,8 @@ MLP_SHARE = 0.4
 """About twice the RMS, at most, of what the MLP adds to a feature of RMS 1 at the start, however wide it is."""
 
 
-CHUNK = 16384
-"""Positions, and rows of an unroll step, that are worked on at once."""
+POSITIONS, ROWS = 4096, 16384
+"""Positions of step 0, and rows of an unroll step, that are worked on at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ class Eagle3Head(nn.Module):
             return []
         following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
         places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
-        feature_TH, *prefix = _in_chunks(self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
+        feature_TH, *prefix = _in_chunks(POSITIONS, self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
         rows_R, feature_RH = rows[0], feature_TH[rows[0]]
         own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
         steps = []
@@ -279,7 +279,7 @@ class Eagle3Head(nn.Module):
                 kept = torch.searchsorted(rows_R, now_R)
                 rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
             each_row = (rows_R, starts_T[rows_R], tokens_T[rows_R + 1 + step], feature_RH, own_k, own_v)
-            feature_RH, hidden_RH, own_k, own_v = _in_chunks(self._step, (step, embedding_VH, *prefix), each_row)
+            feature_RH, hidden_RH, own_k, own_v = _in_chunks(ROWS, self._step, (step, embedding_VH, *prefix), each_row)
             steps.append(Step(rows_R, hidden_RH))
         return steps
 
@@ -319,14 +319,17 @@ class Eagle3Head(nn.Module):
 
 
 def _in_chunks(
-    function: Callable[..., tuple[torch.Tensor, ...]], shared: tuple[Any, ...], each_row: tuple[torch.Tensor, ...]
+    most: int,
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    shared: tuple[Any, ...],
+    each_row: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """`function(*shared, *each_row)`, whose rows do not depend on one another, at most CHUNK rows at a time.
+    """`function(*shared, *each_row)`, whose rows do not depend on one another, at most so many rows at a time.
 
     One chunk is stored for backward as usual. Of several, each is computed again when backward comes to it, so
     that a pack far longer than usual takes more time instead of memory that is not there.
     """
-    chunks = list(zip(*(tensor.split(CHUNK) for tensor in each_row), strict=True))
+    chunks = list(zip(*(tensor.split(most) for tensor in each_row), strict=True))
     if len(chunks) == 1:
         return function(*shared, *each_row)
     done = [checkpoint(function, *shared, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]

@@ -178,7 +178,8 @@ def test_what_is_computed_in_chunks_and_again_in_backward_gives_the_same_loss_an
     counts = [float(row_count(pack.spans, k)) for k in range(4)]
     results = []
     for chunk in (100, 3):
-        monkeypatch.setattr(eagle3, "CHUNK", chunk)
+        monkeypatch.setattr(eagle3, "POSITIONS", chunk)
+        monkeypatch.setattr(eagle3, "ROWS", chunk)
         loss = objective(pack, counts, seed=0).loss
         results.append([loss, *torch.autograd.grad(loss, list(objective.head.parameters()))])
     for a, b in zip(*results, strict=True):
