@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-LOSSES = ("kl", "ce", "nla", "lk_hybrid")
-
 
 @dataclass(frozen=True)
 class Sizes:

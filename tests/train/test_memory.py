@@ -16,25 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import eagle3
-from models.eagle3 import Eagle3Config, Eagle3Head
-from train import losses
+from models.eagle3 import Eagle3Head
+from train import bench, losses
 
 GB = 10**9
-STEPS = 7
-SHAPES_8B = Eagle3Config(
-    hidden_size=4096,
-    target_hidden_size=4096,
-    vocab_size=128_256,
-    draft_vocab_size=32_000,
-    aux_layers=(2, 16, 29),
-    intermediate_size=14_336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=131_072,
-    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-)
+STEPS, SHAPES_8B = bench.SHAPES["8b"].steps, bench.SHAPES["8b"].head()
 
 
 class Living(TorchDispatchMode):

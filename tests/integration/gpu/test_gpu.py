@@ -23,6 +23,7 @@ import train.__main__ as train_stage
 from models.attention import attend, attend_oracle
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.flex import block_mask
+from train import bench
 from train.config import ObjectiveConfig, OptimConfig
 from train.measure import Journal
 from train.objective import Objective, judge
@@ -243,20 +244,7 @@ def test_131072_tokens_of_an_8b_target_train_in_one_pack():
     if torch.cuda.get_device_properties(DEVICE).total_memory < 75e9:
         pytest.skip("needs a GPU of 80 GB")
     tokens, answer = 131_072, 13_000
-    config = Eagle3Config(
-        hidden_size=4096,
-        target_hidden_size=4096,
-        vocab_size=128_256,
-        draft_vocab_size=32_000,
-        aux_layers=(2, 16, 29),
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
+    config = bench.SHAPES["8b"].head()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     spans = [(tokens - answer, tokens)]
