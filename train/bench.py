@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from models.artefact import write_json
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
 from train.config import ObjectiveConfig, OptimConfig
+from train.measure import peak_memory
 from train.objective import Objective
 from train.optimizer import Optimizer
 from train.packs import Pack, row_count, supervised_rows
@@ -257,14 +257,12 @@ def in_its_own_process(arguments: list[str]) -> Measured:
 def measure_alone(shapes: Shapes, cell: Cell, method: str, precision: str, device: str) -> Measured:
     """What `in_its_own_process` runs: one step, timed; peak memory above what there was before."""
     torch.randn(64, 64) @ torch.randn(64, 64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory(torch.device(device))
     bench = Bench(shapes, cell, method, precision, device)
     bench.objective(None, bench.counts, 0).loss.backward()
     bench.optimizer.step(0)  # its state is there, as in every step but the first
     seconds = bench.step()
-    peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+    peak = peak_memory(torch.device(device)) - before
     return measured(bench, method, precision, cell[2], [(seconds, matmul_peak(precision, device))], peak)
 
 

@@ -31,6 +31,10 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes that this process has held so far: of the GPU's memory, or of the machine's on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would tell the parent's peak, where that is larger: it survives exec
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

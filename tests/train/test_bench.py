@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from train import bench
+from train.measure import peak_memory
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TINY = dataclasses.replace(
     bench.SHAPES["smollm2"],
@@ -93,4 +99,11 @@ def test_a_document_of_32768_tokens_with_512_supervised_trains_in_4_gb():
     cell = bench.SHAPES["smollm2"].long[-1]
     assert cell[0] == cell[1] == 32768 and cell[0] * cell[2] == 512
     measured = bench.in_its_own_process(["--alone", "smollm2", *map(str, cell), "supervised_rows", "fp32", "cpu"])
-    assert measured.peak_bytes < 4e9
+    assert 0.2e9 < measured.peak_bytes < 4e9
+
+
+def test_peak_memory_is_a_processs_own_whatever_its_parent_holds():
+    held = torch.ones(500_000_000, dtype=torch.uint8)
+    program = "import torch; from train.measure import peak_memory; print(peak_memory(torch.device('cpu')))"
+    child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0 < int(child.stdout) < held.numel() < peak_memory(torch.device("cpu"))
