@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
             out_GRME += p_GRMS @ own_v_GRSE
             lse_GRM = merged_GRM
         ctx.save_for_backward(q_GRME, k_GTE, v_GTE, own_k_GRSE, own_v_GRSE, rows_R, out_GRME, lse_GRM)
-        ctx.blocks, ctx.scale, ctx.dtype = blocks, scale, q_RNE.dtype
+        ctx.blocks, ctx.scale, ctx.dtype, ctx.key_dtype = blocks, scale, q_RNE.dtype, k_TGE.dtype
         return out_GRME.transpose(0, 1).flatten(1, 2).to(q_RNE.dtype)
 
     @staticmethod
@@ -119,9 +119,17 @@ class _Attend(torch.autograd.Function):
             d_own_k_GRSE = ds_GRMS.transpose(2, 3) @ q_GRME
         dtype = ctx.dtype
         dq_RNE = (dq_GRME * ctx.scale).transpose(0, 1).flatten(1, 2).to(dtype)
-        dk_TGE, dv_TGE = dk_GTE.transpose(0, 1).to(dtype), dv_GTE.transpose(0, 1).to(dtype)
+        dk_TGE, dv_TGE = (each.transpose(0, 1).to(ctx.key_dtype) for each in (dk_GTE, dv_GTE))
         d_own = (each.permute(1, 2, 0, 3).to(dtype) for each in (d_own_k_GRSE, d_own_v_GRSE))
         return dq_RNE, dk_TGE, dv_TGE, *d_own, None, None
+
+
+def laid_out(keys_TGE: torch.Tensor) -> torch.Tensor:
+    """Step-0 keys or values [T, G, E] as the blocks on the CPU read them, so that all steps share one copy."""
+    if keys_TGE.device.type != "cpu":
+        return keys_TGE
+    compute = torch.promote_types(keys_TGE.dtype, torch.float32)
+    return keys_TGE.to(compute).transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def attend(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models.attention import attend
+from models.attention import attend, laid_out
 from models.config import DraftConfig
 from models.errors import Refused
 from models.rope import Rope, rotate, standardised
@@ -271,6 +271,7 @@ class Eagle3Head(nn.Module):
         following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
         places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
         feature_TH, *prefix = _in_chunks(POSITIONS, self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
+        shared = [laid_out(each) for each in prefix]
         rows_R, feature_RH = rows[0], feature_TH[rows[0]]
         own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
         steps = []
@@ -279,7 +280,7 @@ class Eagle3Head(nn.Module):
                 kept = torch.searchsorted(rows_R, now_R)
                 rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
             each_row = (rows_R, starts_T[rows_R], tokens_T[rows_R + 1 + step], feature_RH, own_k, own_v)
-            feature_RH, hidden_RH, own_k, own_v = _in_chunks(ROWS, self._step, (step, embedding_VH, *prefix), each_row)
+            feature_RH, hidden_RH, own_k, own_v = _in_chunks(ROWS, self._step, (step, embedding_VH, *shared), each_row)
             steps.append(Step(rows_R, hidden_RH))
         return steps
 
