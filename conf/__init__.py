@@ -15,10 +15,11 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -144,6 +145,15 @@ def _only_one(run: Run, stage: str) -> Iterator[None]:
         yield
 
 
+def _leave(code: int) -> NoReturn:
+    """Exit, and of several processes at once: threads of a process group that failed would keep it from ending."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
 def stage(name: str, work: Callable[[Run], bool | None], *, shared: bool = False) -> None:
     """Run one stage from the command line: compose, check, work, and speak in single lines.
 
@@ -174,13 +184,16 @@ def stage(name: str, work: Callable[[Run], bool | None], *, shared: bool = False
             task(config)
         except KeyboardInterrupt:
             print(f"{name}: interrupted; run it again to go on", file=sys.stderr)
-            sys.exit(130)
+            _leave(130)
+        except SystemExit as left:
+            _leave(int(left.code or 0))
         except Exception as error:
             line = None if os.environ.get("HYDRA_FULL_ERROR") else _describe(error)
             if line is None:
-                raise
-            print(f"{name}: {line}", file=sys.stderr)
-            sys.exit(2)
+                traceback.print_exc()
+            else:
+                print(f"{name}: {line}", file=sys.stderr)
+            _leave(1 if line is None else 2)
 
     arguments = get_args_parser().parse_args()
     if not (arguments.multirun or arguments.help or arguments.hydra_help or arguments.info or arguments.cfg):

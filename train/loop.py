@@ -7,7 +7,6 @@ loss is already divided by the step's global row counts, so gradients add up to 
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
@@ -156,17 +155,6 @@ class Trainer:
             self.accelerator.end_training()
         return done
 
-    def _leave(self) -> None:
-        """Close the process group, when all is written.
-
-        DDP's reducer must not outlive it: freed last, it would free the group while it holds the interpreter's lock,
-        and gloo's threads, which may want that lock to end, would never be joined.
-        """
-        self.accelerator.wait_for_everyone()
-        self.ranks.model = None
-        gc.collect()
-        self.accelerator.end_training()
-
     def _finished(self) -> bool:
         manifest = self.directory / "manifest.json"
         if not manifest.exists():
@@ -215,7 +203,7 @@ class Trainer:
                     if journal is not None:
                         journal.close()
                         log.info("asked to stop: step %d is saved; run again to go on", progress.step)
-                    self._leave()
+                    self.ranks.close()
                     sys.exit(PREEMPTED)
         if journal is not None:
             journal.close()
@@ -231,7 +219,7 @@ class Trainer:
                 "checkpoints": {"best": f"checkpoints/{best_name}", "last": f"checkpoints/{last_name}"},
             }
             write_json(self.directory / "manifest.json", summary)
-        self._leave()
+        self.ranks.close()
 
     def _start(self) -> resume.Progress:
         """Load the newest checkpoint, if there is one, and share the head among the processes."""

@@ -14,6 +14,7 @@ the same on the CPU; DeepSpeed goes through accelerate.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import math
 import os
@@ -325,6 +326,17 @@ class Ranks:
                 trained = self._copied(self.parameters.items())
         moments = self._copied(self._moments())
         return Checkpoint(progress, weights, trained, moments, self.world, self.strategy)
+
+    def close(self) -> None:
+        """Leave the process group, when all is written on all processes. Every process must call it.
+
+        DDP's reducer must not outlive the group: freed last, it would free the group while it holds the
+        interpreter's lock, and gloo's threads, which may want that lock to end, would never be joined.
+        """
+        self.accelerator.wait_for_everyone()
+        self.model = None
+        gc.collect()
+        self.accelerator.end_training()
 
     def _copied(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         kept = {}

@@ -114,6 +114,7 @@ def main(output: Path, strategies: list[str]) -> None:
     shared = start("ddp", MUON, 1)
     write(shared, go_on(shared, 0, STEPS), output / "muon")
     save_file({"left": torch.tensor(fail(shared))}, output / f"failed.{shared.accelerator.process_index}.safetensors")
+    shared.close()
 
 
 def fail(shared: ranks.Ranks) -> int:
