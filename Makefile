@@ -98,12 +98,12 @@ gpu-check: env  ## equality tests on a GPU, then the benchmark at 8B shapes (und
 	@$(PY) -m pytest -q -s -m gpu
 	@$(PY) -m train.bench --shapes 8b --device cuda --precision bf16
 
-# How data/demo/conversations.jsonl.gz was made (hours on two cores). Stopped, it goes on where it was.
+# How data/demo/conversations.jsonl.gz was made (over an hour on two cores). Stopped, it goes on where it was.
 conversations: env vllm-env  ## make the demo's conversations again, with the target itself
 	@$(PY) -m models.packaged experiment=demo
 	@mkdir -p runs/demo; log=$(CURDIR)/runs/demo/generate-server.log; \
-	(cd runs && exec $(CURDIR)/$(VLLM_PY) -m vllm.entrypoints.openai.api_server --served-model-name target --model \
-	  ~/.cache/draftsmith/targets/SmolLM2-135M-Instruct --max-model-len 2048 --host 127.0.0.1 --port 8000 >$$log 2>&1) & \
+	(cd runs && VLLM_CPU_KVCACHE_SPACE=2 exec $(CURDIR)/$(VLLM_PY) -m vllm.entrypoints.openai.api_server --served-model-name target --model \
+	  ~/.cache/draftsmith/targets/SmolLM2-135M-Instruct --max-model-len 2048 --gpu-memory-utilization 0.5 --host 127.0.0.1 --port 8000 >$$log 2>&1) & \
 	server=$$!; trap 'kill $$server' EXIT; \
 	until $(PY) -c 'import httpx; httpx.get("http://127.0.0.1:8000/health").raise_for_status()' 2>/dev/null; do \
 	  kill -0 $$server 2>/dev/null || { echo 'make: the server died (log: runs/demo/generate-server.log)' >&2; trap - EXIT; exit 2; }; \
