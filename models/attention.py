@@ -20,7 +20,7 @@ import torch
 from models import flex
 
 BLOCK_ROWS = 64
-BLOCK_PAIRS = 1 << 19
+BLOCK_PAIRS = 1 << 18
 """Rows times keys of a block: its scores stay in the cache, and small, however long the document."""
 
 
