@@ -77,11 +77,12 @@ class _Attend(torch.autograd.Function):
         out_GRME, lse_GRM = torch.empty_like(q_GRME), q_GRME.new_empty(q_GRME.shape[:-1])
         for block in blocks:
             _, scores_GXL = _Attend._prefix_scores(block, q_GRME, k_GTE, rows_R)
-            lse_GX = scores_GXL.logsumexp(-1)
-            p_GXL = scores_GXL.sub_(lse_GX[..., None]).exp_()
+            most_GX1 = scores_GXL.amax(-1, keepdim=True)
+            e_GXL = scores_GXL.sub_(most_GX1).exp_()
+            sum_GX1 = e_GXL.sum(-1, keepdim=True)
             here, shape = slice(block.first, block.last), (block.last - block.first, -1)
-            out_GRME[:, here] = (p_GXL @ v_GTE[:, block.start : block.stop]).unflatten(1, shape)
-            lse_GRM[:, here] = lse_GX.unflatten(1, shape)
+            out_GRME[:, here] = (e_GXL @ v_GTE[:, block.start : block.stop]).div_(sum_GX1).unflatten(1, shape)
+            lse_GRM[:, here] = most_GX1.add_(sum_GX1.log_()).squeeze(-1).unflatten(1, shape)
         if own_k_GRSE.shape[2]:
             own_GRMS = q_GRME @ own_k_GRSE.transpose(2, 3)
             merged_GRM = torch.logaddexp(lse_GRM, own_GRMS.logsumexp(-1))
