@@ -55,6 +55,7 @@ class Shapes:
     """A target's dimensions, the draft vocabulary and the unroll; the cells that are measured on them.
 
     Attributes:
+        tied: whether the target's embedding is its lm_head.
         cells: what both methods are timed on, in turn.
         long: what each method does once in a process of its own, for its memory.
         only_supervised: where all_rows would take too long or too much.
@@ -67,6 +68,7 @@ class Shapes:
     vocabulary: int
     draft_vocabulary: int
     steps: int
+    tied: bool
     cells: tuple[Cell, ...]
     long: tuple[Cell, ...]
     only_supervised: tuple[Cell, ...]
@@ -91,13 +93,13 @@ class Shapes:
 
 SHAPES = {
     "smollm2": Shapes(
-        576, 9, 3, 1536, 49152, 16384, 5,
+        576, 9, 3, 1536, 49152, 16384, 5, True,
         cells=((2048, 512, 1.0), (2048, 512, 0.5), (2048, 512, 0.1)),
         long=((16384, 16384, 0.1), (32768, 32768, 1 / 64)),
         only_supervised=((32768, 32768, 1 / 64),),
     ),
     "8b": Shapes(
-        4096, 32, 8, 14336, 128256, 32000, 7,
+        4096, 32, 8, 14336, 128256, 32000, 7, False,
         cells=((8192, 2048, 1.0), (8192, 2048, 0.5), (8192, 2048, 0.1)),
         long=((131072, 131072, 1 / 64),),
         only_supervised=((131072, 131072, 1 / 64),),
@@ -153,8 +155,8 @@ class Bench:
         settings = ObjectiveConfig(unroll_steps=shapes.steps)
         with torch.device(device):
             head = Eagle3Head(shapes.head(), torch.arange(shapes.draft_vocabulary))
-            embedding, lm_head = torch.randn(2, shapes.vocabulary, shapes.hidden, dtype=torch.bfloat16)
-            lm_head *= shapes.hidden**-0.5
+            lm_head = torch.randn(shapes.vocabulary, shapes.hidden, dtype=torch.bfloat16) * shapes.hidden**-0.5
+            embedding = lm_head if shapes.tied else torch.randn_like(lm_head)
         target: Any = SimpleNamespace(load_embedding=lambda: embedding, load_lm_head=lambda: lm_head)
         self.objective = kind(head, target, settings, precision).to(device)
         self.optimizer = Optimizer(head, OptimConfig())

@@ -36,7 +36,7 @@ class Objective(nn.Module):
     """A head with the frozen tensors of its target and the loss; what DDP wraps."""
 
     embedding_VH: torch.Tensor
-    teacher_VP: torch.Tensor
+    own_VP: torch.Tensor | None
     reduced_DP: torch.Tensor | None
     drafted_V: torch.Tensor
 
@@ -45,11 +45,18 @@ class Objective(nn.Module):
         self.head, self.settings = head, settings
         self.dtype = torch.bfloat16 if precision == "bf16" else None
         frozen = torch.float32 if precision == "fp32" else torch.bfloat16
-        self.register_buffer("embedding_VH", target.load_embedding().to(frozen), persistent=False)
-        self.register_buffer("teacher_VP", target.load_lm_head().to(frozen), persistent=False)
+        embedding_VH, teacher_VP = target.load_embedding(), target.load_lm_head()
+        own_VP = None if torch.equal(embedding_VH, teacher_VP) else teacher_VP.to(frozen)  # tied: one tensor is both
+        self.register_buffer("embedding_VH", embedding_VH.to(frozen), persistent=False)
+        self.register_buffer("own_VP", own_VP, persistent=False)
         self.register_buffer("reduced_DP", self.teacher_VP[head.ids_D] if head.reduced else None, persistent=False)
         drafted_V = torch.zeros(len(self.teacher_VP), dtype=torch.bool).index_fill(0, head.ids_D.cpu(), True)
         self.register_buffer("drafted_V", drafted_V, persistent=False)
+
+    @property
+    def teacher_VP(self) -> torch.Tensor:
+        """The target's lm_head."""
+        return self.embedding_VH if self.own_VP is None else self.own_VP
 
     @property
     def teacher_DP(self) -> torch.Tensor:

@@ -86,6 +86,14 @@ def make_objective(head: Eagle3Head, **settings) -> Objective:
     return objective.double()
 
 
+def test_a_tied_targets_embedding_and_head_are_one_tensor():
+    both = torch.randn(20, 12)
+    target: Any = SimpleNamespace(load_embedding=lambda: both, load_lm_head=both.clone)
+    objective = Objective(random_head(), target, ObjectiveConfig(), "fp32").double()
+    assert objective.teacher_VP is objective.embedding_VH
+    assert torch.equal(objective.teacher_VP, both.double())
+
+
 def draft_one_at_a_time(objective: Objective, pack: Pack, row: int, steps: int) -> list[torch.Tensor]:
     """Draft logits [D] of one row, step after step, with a plain list as its key-value cache."""
     head, layer = objective.head, objective.head.midlayer
