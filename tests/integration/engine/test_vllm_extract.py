@@ -95,7 +95,7 @@ def test_b09_b10_vllm_and_transformers_give_the_same_planes_to_1e_5(overrides: l
                 assert ours_TH.dtype == torch.float32
                 assert ours_TH.shape == (len(ids_T), 128)
                 errors.append(float((ours_TH - wanted_TH).norm() / wanted_TH.norm()))
-                worst_rows.append(float(((ours_TH - wanted_TH).norm(dim=-1) / wanted_TH.norm(dim=-1)).max()))
+                worst_rows.append(float(row_errors(ours_TH, wanted_TH).max()))
             seen.append(index)
         assert sorted(seen) == list(range(DOCUMENTS))
         assert list(spool.iterdir()) == [], "files go as soon as they are read"
@@ -104,6 +104,11 @@ def test_b09_b10_vllm_and_transformers_give_the_same_planes_to_1e_5(overrides: l
         assert max(worst_rows) < 5e-5
     assert not spool.exists()
     assert list((run.directory / "extraction").iterdir()) == [], "nor does the server leave anything"
+
+
+def row_errors(ours: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Relative error of every row [..., H]."""
+    return (ours.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 
 def featurize(overrides: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -132,14 +137,22 @@ def test_the_command_gives_the_same_store_from_vllm_in_bf16_as_from_transformers
     told = ours.manifest["contract"]
     assert (told["backend"], told["backend_version"][:4], told["quantization"]) == ("vllm", "0.32", "none")
     assert told["dtype"] == "bfloat16"
+    # How far bf16 lies from the truth is the target's doing; neither backend may be further from it than the other is.
+    run = load(overrides)
+    exact = load_backend(describe_target(run.target), run.target, LAYERS, "cpu")
+    errors: dict[str, list[torch.Tensor]] = {"vllm": [], "transformers": []}
     for index in range(len(ours)):
-        one, other = ours.read(index), plain.read(index)
-        assert torch.equal(one.tokens, other.tokens)
-        for a, b in ((one.aux, other.aux), (one.final, other.final)):
-            assert a.shape == b.shape
-            error = (a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)
-            assert float(error.median()) < 0.01
-            assert float(error.max()) < 0.05
+        ids_T = ours.read(index).tokens
+        assert torch.equal(ids_T, plain.read(index).tokens)
+        aux, final_LH = exact.planes(ids_T.long()[None])
+        wanted_TPH = torch.stack([plane[0] for plane in aux], dim=1)
+        for name, store in stores.items():
+            features = store.read(index)
+            errors[name].append(row_errors(features.aux, wanted_TPH).flatten())
+            errors[name].append(row_errors(features.final, final_LH[0, features.final_positions]))
+    told_errors = {name: [float(torch.cat(rows).quantile(q)) for q in (0.5, 0.99)] for name, rows in errors.items()}
+    print("relative errors of bf16 (median, 99 %):", told_errors)
+    assert all(a < 1.25 * b for a, b in zip(told_errors["vllm"], told_errors["transformers"], strict=True))
     manifest = ours.directory / "manifest.json"
     before = manifest.stat().st_mtime_ns, json.loads(manifest.read_text())
     names[-2:] = ["featurize.backend=vllm", "target.dtype=bfloat16"]
