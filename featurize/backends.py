@@ -15,6 +15,7 @@ from featurize.extract import PlaneSource, load_backend
 from featurize.tokenised import TokenisedSet
 from featurize.vllm_extract import served_planes
 from models.config import EngineConfig, TargetConfig
+from models.errors import Refused
 from models.target import Target
 
 
@@ -22,9 +23,12 @@ def _plain_reference(
     target: Target, model: TargetConfig, settings: FeaturizeConfig, tokenised: TokenisedSet
 ) -> Reference:
     """What transformers says about the canary's documents; the model is gone afterwards."""
-    known = computed(
-        reference(load_backend(target, model, (), settings.device).model), tokenised, settings.canary_documents
-    )
+    try:
+        model_here = load_backend(target, model, (), settings.device).model
+    except Refused as refusal:
+        raise Refused(f"canary: {refusal}; featurize.canary_against=engine does without transformers") from None
+    known = computed(reference(model_here), tokenised, settings.canary_documents)
+    del model_here
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return known
@@ -58,4 +62,5 @@ def checked_backend(
         plain = _plain_reference(target, model, settings, tokenised)
     lengths = [document.length for document in tokenised.documents]
     with served_planes(target, aux_layers, lengths, settings, engine, directory / "extraction") as served:
-        yield served, run_canary(served, tokenised, count, plain or served.reference())
+        report = run_canary(served, tokenised, count, plain or served.reference()) if count else {"documents": 0}
+        yield served, report

@@ -158,7 +158,7 @@ def load_backend(target: Target, settings: TargetConfig, aux_layers: Sequence[in
             attn_implementation="sdpa",
             trust_remote_code=settings.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise Refused(f"target.path={target.path} cannot be loaded ({str(error).splitlines()[0]})") from None
     model.eval().to(place)
     return Backend(model, decoder_of(model, target.num_layers), tuple(aux_layers), place)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from conf import load
 from featurize.backends import checked_backend
@@ -104,6 +105,47 @@ def test_b09_b10_vllm_and_transformers_give_the_same_planes_to_1e_5(overrides: l
         assert max(worst_rows) < 5e-5
     assert not spool.exists()
     assert list((run.directory / "extraction").iterdir()) == [], "nor does the server leave anything"
+
+
+def quantise(target: Path) -> None:
+    """Rewrite a target with 8-bit weights, a scale per output channel (W8A8 in the format of compressed-tensors)."""
+    tensors = load_file(target / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | {"strategy": "channel", "dynamic": False},
+        "input_activations": number | {"strategy": "token", "dynamic": True},
+    }
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = settings | {"ignore": ["lm_head"], "config_groups": {"group_0": group}}
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def test_a_quantised_target_is_extracted_quantised_and_the_contract_says_so(
+    overrides: list[str], make_target: Callable[..., Path]
+) -> None:
+    target = make_target(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    exact = load_backend(
+        describe_target(load([*overrides, f"target.path={target}"]).target), load(overrides).target, LAYERS, "cpu"
+    )
+    quantise(target)
+    changes = ["name=quantised", f"target.path={target}", "featurize.canary_against=engine", "data.limit=8"]
+    result = featurize([*overrides, *changes])
+    assert result.returncode == 0, result.stderr
+    store = FeatureStore.open(load([*overrides, *changes]).directory / "features")
+    assert store.contract.quantization == "compressed-tensors"
+    assert store.manifest["canary"]["argmax_agreement"] > 0.98
+    features = store.read(7)
+    aux, _ = exact.planes(features.tokens.long()[None])
+    error = float(row_errors(features.aux, torch.stack([plane[0] for plane in aux], dim=1)).median())
+    print(f"relative error of W8A8 against fp32: {error:.3f}")
+    assert 0.005 < error < 0.2, "near the unquantised target, and not it"
 
 
 def row_errors(ours: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
