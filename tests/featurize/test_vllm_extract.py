@@ -339,7 +339,7 @@ def test_b12_killed_with_its_server_at_work_it_goes_on_where_it_was_and_the_file
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = load(overrides)
-    monkeypatch.setenv("STUB_DELAY_S", "0.05")
+    monkeypatch.setenv("STUB_DELAY_S", "0.1")
     process = stage([*overrides, "featurize.in_flight=2"])
     while process.poll() is None and len(shards(run)) < 2:
         time.sleep(0.01)
@@ -357,6 +357,19 @@ def test_b12_killed_with_its_server_at_work_it_goes_on_where_it_was_and_the_file
     assert len(before) >= 2
     assert all(after[name] == shard for name, shard in before.items())
     FeatureStore.open(run.directory / "features")
+
+
+def test_processes_that_share_one_running_server_share_the_units_as_well(overrides: list[str], tmp_path: Path) -> None:
+    spool = tmp_path / "spools"
+    with stub_server(spool, TAKEN, HIDDEN, delay_s=0.02) as stub:
+        overrides = [*(each for each in overrides if "engine" not in each), f"featurize.url={stub.url}"]
+        processes = [stage(overrides) for _ in range(2)]
+        assert [process.wait(120) for process in processes] == [0, 0], [process.communicate() for process in processes]
+        asked = sum(count for tokens, count in stub.asked.items() if tokens > 2)
+    run = load(overrides)
+    assert asked == len(FeatureStore.open(run.directory / "features"))
+    assert list(spool.iterdir()) == []
+    assert not (tmp_path / "starts.jsonl").exists()
 
 
 @pytest.mark.parametrize(
