@@ -30,9 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig
 from models.artefact import read_json, write_bytes, write_json
-from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
 from models.errors import Refused
-from serve_eval.config import EngineConfig, EvalConfig, masked_arguments, masked_variables
+from serve_eval.config import EvalConfig
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 
 

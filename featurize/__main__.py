@@ -6,14 +6,12 @@ times at once, on any machines that see the folder, the processes share the unit
 
 from __future__ import annotations
 
-import transformers
-
 from conf import Run, stage
-from featurize.canary import run_canary
+from featurize.backends import checked_backend
 from featurize.claims import Claims
 from featurize.contract import FeatureContract, dtype_name
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, extract, load_backend
+from featurize.extract import Widths, check_space, extract
 from featurize.store import (
     cut_units,
     is_complete,
@@ -34,7 +32,7 @@ def work(run: Run) -> bool:
     layers = aux_layers(target, run.target.aux_layers)
     encoding = run.featurize.encoding
     require_encoding(encoding, target.hidden_size)
-    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding)
+    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend)
     claims = Claims(directory)
     with claims.common():
         require_inputs(directory, inputs)
@@ -45,26 +43,26 @@ def work(run: Run) -> bool:
     todo = [unit for unit in units if not is_finished(directory, unit)]
     check_space(directory, tokenised, units, todo, Widths(target.hidden_size, len(layers), encoding))
 
-    backend = load_backend(target, run.target, layers, run.featurize.device)
-    canary = run_canary(backend, tokenised, run.featurize.canary_documents)
-    with claims.common():
-        require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
-        record_inputs(directory, inputs)
-    extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size, encoding, claims)
-
-    contract = FeatureContract(
-        target_config=target.config_hash,
-        target_weights=target.weights_hash,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        dtype=dtype_name(target.dtype),
-        aux_layers=layers,
-        encoding=encoding,
-        final="post_norm",
-        tokenizer=inputs["target tokenizer and chat template"],
-        backend="transformers",
-        backend_version=transformers.__version__,
-    )
+    opened = checked_backend(target, layers, tokenised, run.featurize, run.target, run.engine, run.directory)
+    with opened as (backend, canary):
+        with claims.common():
+            require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
+            record_inputs(directory, inputs)
+        extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size, encoding, claims)
+        contract = FeatureContract(
+            target_config=target.config_hash,
+            target_weights=target.weights_hash,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            dtype=dtype_name(target.dtype),
+            aux_layers=layers,
+            encoding=encoding,
+            final="post_norm",
+            tokenizer=inputs["target tokenizer and chat template"],
+            backend=backend.name,
+            backend_version=backend.version,
+            quantization=backend.quantization,
+        )
     with claims.common():
         if not is_complete(directory, inputs):
             remove_leftovers(directory)

@@ -7,18 +7,22 @@ small error alone would not prove the index right. A plane with fewer rows than 
 constant or not finite, is refused whatever it is compared with. The final plane goes through the output head, whose
 argmax must agree with the model's own logits. The report becomes part of the manifest.
 
+A target that a server runs, and that is too large to be loaded a second time, is checked against what the server
+itself says comes next: that proves the final plane and its norm, and of the others only that they have content.
+
 Shape suffixes: T tokens of a document, P planes of the target (0 .. L, the last one post-norm), H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from featurize.extract import Backend, pad
+from featurize.extract import PlaneSource
 from featurize.tokenised import TokenisedSet
 from models.errors import Refused
 
@@ -32,15 +36,30 @@ AGREEMENT = {torch.bfloat16: 0.9, torch.float16: 0.97, torch.float32: 0.98}
 
 @dataclass(frozen=True)
 class PlainForward:
-    """What transformers itself says about one document, in fp32.
+    """What the target says about one document when it is asked plainly.
 
     Attributes:
-        planes_PTH: all hidden states; the last one is after the final norm.
-        argmax_T: the model's own next tokens.
+        argmax_T: its own next tokens.
+        planes_PTH: all its hidden states, the last one after the final norm; None where only a server runs it.
     """
 
-    planes_PTH: torch.Tensor
     argmax_T: torch.Tensor
+    planes_PTH: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What planes are compared with.
+
+    Attributes:
+        forward: the plain forward of a document, by its index and ids [T].
+        head: the output head, a module, planes [T, H] of `dtype` -> logits [T, V].
+        dtype: the target runs in.
+    """
+
+    forward: Callable[[int, torch.Tensor], PlainForward]
+    head: nn.Module
+    dtype: torch.dtype
 
 
 def plain_forward(model: Any, ids_T: torch.Tensor) -> PlainForward:
@@ -49,8 +68,20 @@ def plain_forward(model: Any, ids_T: torch.Tensor) -> PlainForward:
         output = model(
             input_ids=ids_T.long()[None].to(model.device), output_hidden_states=True, use_cache=False, logits_to_keep=0
         )
-    planes = torch.stack([states[0] for states in output.hidden_states]).float().cpu()
-    return PlainForward(planes, output.logits[0].argmax(-1).cpu())
+    planes_PTH = torch.stack([states[0] for states in output.hidden_states]).cpu()
+    return PlainForward(output.logits[0].argmax(-1).cpu(), planes_PTH)
+
+
+def reference(model: Any) -> Reference:
+    """A model of transformers as the reference."""
+    dtype = next(model.parameters()).dtype
+    return Reference(lambda _index, ids_T: plain_forward(model, ids_T), model.get_output_embeddings(), dtype)
+
+
+def computed(reference: Reference, tokenised: TokenisedSet, count: int) -> Reference:
+    """A reference that has seen the documents of the canary already, so that all of its model but the head can go."""
+    known = {index: reference.forward(index, tokenised.ids(index)) for index in choose_documents(tokenised, count)}
+    return Reference(lambda index, _ids_T: known[index], reference.head.cpu(), reference.dtype)
 
 
 def choose_documents(tokenised: TokenisedSet, count: int) -> list[int]:
@@ -61,8 +92,8 @@ def choose_documents(tokenised: TokenisedSet, count: int) -> list[int]:
 
 
 def relative_errors(ours_TH: torch.Tensor, planes_PTH: torch.Tensor) -> torch.Tensor:
-    """Relative error of every token against every plane, [P, T]."""
-    return (planes_PTH - ours_TH).norm(dim=-1) / planes_PTH.norm(dim=-1).clamp_min(1e-12)
+    """Relative error in fp32 of every token against every plane, [P, T]."""
+    return torch.stack([(plane - ours_TH).norm(dim=-1) / plane.norm(dim=-1).clamp_min(1e-12) for plane in planes_PTH])
 
 
 def check_plane(name: str, expected: int, errors_PT: torch.Tensor, tolerance: float) -> dict[str, float]:
@@ -99,8 +130,8 @@ def check_varies(name: str, states_TH: torch.Tensor) -> None:
         raise Refused(f"canary: {name} has the same values for all {len(states_TH)} tokens of a document")
 
 
-def run_canary(backend: Backend, tokenised: TokenisedSet, count: int) -> dict[str, Any]:
-    """Compare `count` documents, computed as one padded batch, with the plain forward; returns the report.
+def run_canary(backend: PlaneSource, tokenised: TokenisedSet, count: int, against: Reference) -> dict[str, Any]:
+    """Compare `count` documents, asked for all at once, with what the reference says; returns the report.
 
     Raises:
         Refused: a plane or the argmax disagrees; the message names the plane and the number.
@@ -108,38 +139,38 @@ def run_canary(backend: Backend, tokenised: TokenisedSet, count: int) -> dict[st
     chosen = choose_documents(tokenised, count)
     if not chosen:
         return {"documents": 0}
-    dtype = next(backend.model.parameters()).dtype
-    rows = [tokenised.ids(index) for index in chosen]
-    aux, final_BLH = backend.planes(pad(rows))
-    head = backend.model.get_output_embeddings()
+    rows = [(tokenised.documents[index].id, tokenised.ids(index)) for index in chosen]
+    names = [f"plane {layer}" for layer in backend.aux_layers] + ["the final plane"]
     errors: dict[str, list[torch.Tensor]] = {}
-    agreed = positions = 0
-    for row, ids_T in enumerate(rows):
-        plain = plain_forward(backend.model, ids_T)
-        names = [f"plane {layer}" for layer in backend.aux_layers] + ["the final plane"]
-        for name, states in zip(names, [*aux, final_BLH], strict=True):
+    agreed = positions = depth = 0
+    for row, aux, final_TH in backend.documents(rows, len(rows) * max(len(ids_T) for _, ids_T in rows)):
+        ids_T = rows[row][1]
+        plain = against.forward(chosen[row], ids_T)
+        for name, states in zip(names, [*aux, final_TH], strict=True):
             # As it will be stored: rounded to bf16.
-            ours_TH = states[row, : len(ids_T)].to(torch.bfloat16).float().cpu()
+            ours_TH = states.to(torch.bfloat16).float().cpu()
             if len(ours_TH) != len(ids_T):
                 raise Refused(f"canary: {name} has {len(ours_TH)} rows for {len(ids_T)} tokens")
             check_varies(name, ours_TH)
-            errors.setdefault(name, []).append(relative_errors(ours_TH, plain.planes_PTH))
+            if plain.planes_PTH is not None:
+                depth = len(plain.planes_PTH) - 1
+                errors.setdefault(name, []).append(relative_errors(ours_TH, plain.planes_PTH.float()))
         with torch.inference_mode():
-            argmax_T = head(final_BLH[row, : len(ids_T)].to(torch.bfloat16).to(dtype)).argmax(-1).cpu()
+            argmax_T = against.head(final_TH.to(torch.bfloat16).to(against.dtype)).argmax(-1).cpu()
         agreed += int((argmax_T == plain.argmax_T).sum())
         positions += len(ids_T)
     report: dict[str, Any] = {
-        "documents": [tokenised.documents[index].id for index in chosen],
-        "lengths": [len(ids_T) for ids_T in rows],
+        "documents": [name for name, _ in rows],
+        "lengths": [len(ids_T) for _, ids_T in rows],
         "planes": {},
         "argmax_agreement": agreed / positions,
     }
-    expected: Sequence[int] = [*backend.aux_layers, len(plain.planes_PTH) - 1]
-    for (name, pieces), plane in zip(errors.items(), expected, strict=True):
-        report["planes"][name] = check_plane(name, plane, torch.cat(pieces, dim=-1), TOLERANCE[dtype])
-    if report["argmax_agreement"] < AGREEMENT[dtype]:
+    expected: Sequence[int] = [*backend.aux_layers, depth]
+    for (name, pieces), plane in zip(errors.items(), expected, strict=False):  # no errors: nothing to compare with
+        report["planes"][name] = check_plane(name, plane, torch.cat(pieces, dim=-1), TOLERANCE[against.dtype])
+    if report["argmax_agreement"] < AGREEMENT[against.dtype]:
         raise Refused(
             f"canary: lm_head(final plane) has the model's own argmax at {report['argmax_agreement']:.1%} of "
-            f"{positions} positions, at least {AGREEMENT[dtype]:.0%} are needed"
+            f"{positions} positions, at least {AGREEMENT[against.dtype]:.0%} are needed"
         )
     return report

@@ -90,29 +90,59 @@ class InspectConfig:
             raise ValueError(f"inspect.documents={self.documents} shows nothing; it must be at least 1")
 
 
+BACKENDS = ("transformers", "vllm")
+
+
 @dataclass
 class FeaturizeConfig:
     """How hidden states are extracted.
 
     Attributes:
-        device: torch device the target runs on ("auto" takes a GPU when there is one).
+        backend: what runs the target: "transformers", in this process, or "vllm", a server.
+        device: torch device that transformers runs the target on ("auto" takes a GPU when there is one).
         batch_tokens: tokens of one forward; documents of like length share a batch.
         shard_tokens: tokens of one shard file, the unit of work and of resumption.
         canary_documents: documents compared with a plain forward before the first shard; 0 skips it.
+        canary_against: with vllm: "transformers" runs these documents first, here; "engine" asks the server for its own
+            next tokens, for targets too large to be loaded twice or quantised in a way transformers cannot read.
         encoding: how planes are stored: "bf16", "int8" (about a byte per value) or "int4" (half a byte).
+        url: with vllm: a server that runs already, http://host:port; null starts one as the section `engine` says.
+        planes_directory: with vllm: where the server leaves each document's planes, for an instant; null takes the
+            system's temporary folder. /dev/shm is fastest.
+        in_flight: with vllm: documents asked for at once, and the most whose planes are on that disk.
+        timeout_s: with vllm: how long one document's answer may take.
     """
 
+    backend: str = "transformers"
     device: str = "auto"
     batch_tokens: int = 2048
     shard_tokens: int = 65536
     canary_documents: int = 4
+    canary_against: str = "transformers"
     encoding: str = "bf16"
+    url: str | None = None
+    planes_directory: str | None = None
+    in_flight: int = 64
+    timeout_s: float = 600
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1 or self.shard_tokens < 1:
             raise ValueError("featurize.batch_tokens and featurize.shard_tokens must be at least 1")
         if self.encoding not in ENCODING_NAMES:
             raise ValueError(f"featurize.encoding={self.encoding} is none of {', '.join(ENCODING_NAMES)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"featurize.backend={self.backend} is none of {', '.join(BACKENDS)}")
+        if self.canary_against not in ("transformers", "engine"):
+            raise ValueError(f"featurize.canary_against={self.canary_against} is none of transformers, engine")
+        if self.backend == "transformers" and (self.canary_against == "engine" or self.url is not None):
+            raise ValueError("featurize.canary_against=engine and featurize.url need featurize.backend=vllm")
+        if self.url is not None and not (self.url.startswith("http://") and self.planes_directory):
+            raise ValueError(
+                f"featurize.url={self.url} must begin with http:// and needs featurize.planes_directory, the folder "
+                "where that server leaves its files"
+            )
+        if self.in_flight < 1 or self.timeout_s <= 0:
+            raise ValueError("featurize.in_flight must be at least 1 and featurize.timeout_s above 0")
 
 
 @dataclass

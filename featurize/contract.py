@@ -58,6 +58,7 @@ class FeatureContract:
         final: "post_norm", the final plane is taken after the target's final norm.
         tokenizer: fingerprint of tokenizer, chat template and end-of-turn ids.
         backend, backend_version: what computed the planes.
+        quantization: how it ran the target: "none", or the method ("fp8", "awq", ...).
     """
 
     target_config: str
@@ -71,6 +72,7 @@ class FeatureContract:
     tokenizer: str
     backend: str
     backend_version: str
+    quantization: str = "none"
 
     def to_json(self) -> dict[str, Any]:
         """The contract as a JSON object."""

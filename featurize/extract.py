@@ -9,6 +9,8 @@ more than the padding. The output head is never computed; planes go straight int
 
 Batches depend on the unit alone, so a shard is the same, byte for byte, whoever computes it and how often.
 
+Everything after the planes (units, progress, shards) is the same for the other backend, `vllm_extract`.
+
 Shape suffixes: B documents of a batch, L longest of the batch, T tokens of a shard, F teacher positions of
 a shard, A aux planes, H hidden.
 """
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -43,9 +45,40 @@ PROGRESS_SECONDS = 20
 """Between two progress lines where there is no terminal."""
 
 
+class PlaneSource(Protocol):
+    """What yields planes: a target loaded here, or a server.
+
+    Attributes:
+        aux_layers: planes that it yields; plane i = residual stream after i decoder layers.
+        device: where they are encoded.
+        name, version, quantization: for the contract.
+    """
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def quantization(self) -> str: ...
+
+    def documents(
+        self, documents: Sequence[tuple[str, torch.Tensor]], batch_tokens: int
+    ) -> Iterator[tuple[int, list[torch.Tensor], torch.Tensor]]:
+        """For every document (its id for messages, ids [T]), in any order: its index, aux planes, final plane [T, H].
+
+        Raises:
+            Refused: the planes of a document cannot be had.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
-    """A loaded target that yields planes.
+    """A target loaded with transformers.
 
     Attributes:
         model: the causal language model, in evaluation mode.
@@ -57,6 +90,32 @@ class Backend:
     decoder: Any
     aux_layers: tuple[int, ...]
     device: torch.device
+
+    name = "transformers"
+
+    @property
+    def version(self) -> str:
+        """Of transformers."""
+        import transformers
+
+        return transformers.__version__
+
+    @property
+    def quantization(self) -> str:
+        """How the loaded weights are quantised, "none" if they are not."""
+        settings = getattr(self.model.config, "quantization_config", None)
+        method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+        return "none" if method is None else str(getattr(method, "value", method))
+
+    def documents(
+        self, documents: Sequence[tuple[str, torch.Tensor]], batch_tokens: int
+    ) -> Iterator[tuple[int, list[torch.Tensor], torch.Tensor]]:
+        """See `PlaneSource`; in batches of at most `batch_tokens` padded tokens."""
+        lengths = [len(ids_T) for _, ids_T in documents]
+        for batch in batches(lengths, batch_tokens):
+            aux, final_BLH = self.planes(pad([documents[i][1] for i in batch]))
+            for row, i in enumerate(batch):
+                yield i, [states[row, : lengths[i]] for states in aux], final_BLH[row, : lengths[i]]
 
     def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Aux planes (A tensors [B, L, H]) and the final plane [B, L, H] of right-padded ids, on the device."""
@@ -99,7 +158,7 @@ def load_backend(target: Target, settings: TargetConfig, aux_layers: Sequence[in
             attn_implementation="sdpa",
             trust_remote_code=settings.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise Refused(f"target.path={target.path} cannot be loaded ({str(error).splitlines()[0]})") from None
     model.eval().to(place)
     return Backend(model, decoder_of(model, target.num_layers), tuple(aux_layers), place)
@@ -137,7 +196,7 @@ def check_rows(plane: torch.Tensor, name: str, document: str) -> None:
 
 
 def extract_unit(
-    backend: Backend,
+    backend: PlaneSource,
     tokenised: TokenisedSet,
     unit: Unit,
     batch_tokens: int,
@@ -147,10 +206,10 @@ def extract_unit(
     """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H]; the planes on the device.
 
     Args:
-        advance: called with the number of tokens done, after every batch.
+        advance: called with the number of tokens of every document that is done.
 
     Raises:
-        Refused: a plane holds rows that are zero or not finite.
+        Refused: a plane cannot be had, or holds rows that are zero or not finite.
     """
     documents = tokenised.documents[unit.first : unit.last]
     tokens_T = torch.cat([tokenised.ids(unit.first + i) for i in range(len(documents))])
@@ -163,18 +222,17 @@ def extract_unit(
     for document in documents:
         begins.append((token, teacher))
         token, teacher = token + document.length, teacher + document.teachers
-    for batch in batches([document.length for document in documents], batch_tokens):
-        aux, final_BLH = backend.planes(pad([tokenised.ids(unit.first + i) for i in batch]))
-        for row, i in enumerate(batch):
-            document, (token, teacher) = documents[i], begins[i]
-            for plane, (layer, states) in enumerate(zip(backend.aux_layers, aux, strict=True)):
-                rows_TH = aux_TAH[token : token + document.length, plane]
-                rows_TH.copy_(states[row, : document.length])
-                check_rows(rows_TH, f"plane {layer}", document.id)
-            rows_FH = final_FH[teacher : teacher + document.teachers]
-            rows_FH.copy_(final_BLH[row, teacher_positions(document).to(final_BLH.device)])
-            check_rows(rows_FH, "the final plane", document.id)
-        advance(sum(documents[i].length for i in batch))
+    rows = [(document.id, tokenised.ids(unit.first + i)) for i, document in enumerate(documents)]
+    for i, aux, final_TH in backend.documents(rows, batch_tokens):
+        document, (token, teacher) = documents[i], begins[i]
+        for plane, (layer, states_TH) in enumerate(zip(backend.aux_layers, aux, strict=True)):
+            rows_TH = aux_TAH[token : token + document.length, plane]
+            rows_TH.copy_(states_TH)
+            check_rows(rows_TH, f"plane {layer}", document.id)
+        rows_FH = final_FH[teacher : teacher + document.teachers]
+        rows_FH.copy_(final_TH[teacher_positions(document).to(final_TH.device)])
+        check_rows(rows_FH, "the final plane", document.id)
+        advance(document.length)
     return tokens_T, aux_TAH, final_FH
 
 
@@ -263,7 +321,7 @@ class Progress:
 
 
 def extract(
-    backend: Backend,
+    backend: PlaneSource,
     directory: Path,
     tokenised: TokenisedSet,
     todo: Sequence[Unit],
@@ -277,7 +335,7 @@ def extract(
     First come the units that nobody is at. Then we wait for each of the others, and do it if its process died.
 
     Raises:
-        Refused: a plane holds rows that are zero or not finite.
+        Refused: a plane cannot be had, or holds rows that are zero or not finite.
     """
     progress = Progress(sum(unit.tokens for unit in todo))
     with progress.shown():

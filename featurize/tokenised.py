@@ -96,9 +96,17 @@ class TokenisedSet:
 
 
 def describe_inputs(
-    data: DataConfig, target: Target, aux_layers: Sequence[int], shard_tokens: int, encoding: str
+    data: DataConfig,
+    target: Target,
+    aux_layers: Sequence[int],
+    shard_tokens: int,
+    encoding: str,
+    backend: str = "transformers",
 ) -> dict[str, Any]:
     """Everything that decides what the features are, by contents, without loading a model or a tokenizer.
+
+    Backends agree within rounding only, so that the shards of one store come from one of them; transformers, the first
+    there was, goes unsaid.
 
     Raises:
         Refused: no data file is named, or one is missing.
@@ -118,6 +126,7 @@ def describe_inputs(
         "target.aux_layers": list(aux_layers),
         "featurize.shard_tokens": shard_tokens,
         "encoding": encoding,
+        **({} if backend == "transformers" else {"featurize.backend": backend}),
     }
 
 

@@ -1,8 +1,10 @@
-"""Typed settings of the target, the draft head and its export (sections `target`, `draft`, `export`)."""
+"""Typed settings of the target, the draft head, its export and the engine (`target`, `draft`, `export`, `engine`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -85,3 +87,54 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"export.dtype={self.dtype} is not one of bfloat16, float16, float32")
+
+
+SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+"""Names of environment variables and options whose values appear in no log and no saved configuration."""
+
+
+def masked_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with the values of those that look like credentials replaced by ***."""
+    return {name: "***" if SECRET.search(name) else value for name, value in variables.items()}
+
+
+def masked_arguments(words: Sequence[str]) -> list[str]:
+    """A command line in which `--some-key VALUE` and `--some-key=VALUE` show *** for the value."""
+    told: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = word.startswith("--") and SECRET.search(name) is not None
+        told.append("***" if hide and not word.startswith("--") else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return told
+
+
+@dataclass
+class EngineConfig:
+    """A server that we start.
+
+    Attributes:
+        kind: "vllm", or "none" to evaluate in process only.
+        python: interpreter of the environment that holds the engine.
+        dtype: dtype of the served target and head.
+        max_model_len: context length of the server.
+        arguments: further command-line arguments, as they are.
+        environment: further environment variables.
+        host: address to bind; loopback unless told otherwise.
+        startup_timeout_s: how long to wait until the server is healthy.
+    """
+
+    kind: str = "vllm"
+    python: str = "python"
+    dtype: str = "bfloat16"
+    max_model_len: int = 4096
+    tensor_parallel_size: int = 1
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    startup_timeout_s: float = 900
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("vllm", "none"):
+            raise ValueError(f"engine.kind={self.kind} is not one of vllm, none")

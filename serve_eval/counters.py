@@ -10,11 +10,14 @@ The price: counters are global to a server, so per-route figures need a window p
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from models.errors import Refused
+from models.servers import Server, get
 
 IDLE_AL = 1.01
 """At or below this a head accepts practically nothing: a wrong method or a wrong export, not a weak head."""
@@ -159,3 +162,27 @@ def judge(method: str, acceptance: Acceptance | None) -> str | None:
             "check the method, the head's aux layers and its draft vocabulary map"
         )
     return None
+
+
+def read_counters(server: Server, settle_s: float = 5.0) -> Counters:
+    """A server's counters once it is idle and they have come to rest.
+
+    An answer reaches the client before the engine has booked its last step, so one reading right
+    after a window could miss it: two equal readings in a row, with nothing running, are wanted.
+
+    Raises:
+        Refused: /metrics cannot be read.
+    """
+    deadline = time.monotonic() + settle_s
+    earlier = None
+    while True:
+        try:
+            response = get(f"{server.url}/metrics", timeout_s=10)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise Refused(f"{server.url}/metrics cannot be read ({error!r}); {server.last_words()}") from None
+        reading = parse_counters(response.text)
+        if (reading == earlier and not reading.busy) or time.monotonic() > deadline:
+            return reading
+        earlier = reading
+        time.sleep(0.05)

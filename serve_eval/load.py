@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,8 @@ from typing import Any
 
 import httpx
 
+from models.servers import PLAIN
 from serve_eval.prompts import Prompt
-
-PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For httpx, which otherwise loads every certificate authority for each client: our servers speak plain HTTP."""
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,14 @@ from typing import Any
 import numpy as np
 
 from models.artefact import file_sha256, fingerprint, write_bytes
+from models.config import EngineConfig
 from models.errors import Refused
-from serve_eval.config import EngineConfig, EvalConfig
-from serve_eval.counters import Acceptance, CounterReset, difference, judge
+from models.servers import Server, find_interpreter
+from serve_eval.config import EvalConfig
+from serve_eval.counters import Acceptance, CounterReset, difference, judge, read_counters
 from serve_eval.load import Outcome, Window, closed_loop
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.servers import Server, check_head, describe_machine, find_interpreter, serving
+from serve_eval.servers import check_head, describe_machine, serving
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ def _warnings(where: str, window: Window) -> list[str]:
 
 def _measure(server: Server, method: str, route: str, prompts: list[Prompt], c: int, settings: EvalConfig) -> Cell:
     """One window: counters, load, counters."""
-    before = server.counters()
+    before = read_counters(server)
     window = asyncio.run(
         closed_loop(
             server.url,
@@ -133,12 +135,12 @@ def _measure(server: Server, method: str, route: str, prompts: list[Prompt], c: 
     where = f"{method} at concurrency {c}, {route}"
     if all(outcome.failed for outcome in window.outcomes):
         raise Refused(f"{where}: every request failed ({window.outcomes[0].failed}); {server.last_words()}")
-    if server.process.poll() is not None:
+    if server.ended:
         raise Refused(f"{where}: the server died; {server.last_words()}")
     warnings = _warnings(where, window)
     acceptance: Acceptance | None = None
     try:
-        acceptance = difference(before, server.counters())
+        acceptance = difference(before, read_counters(server))
         verdict = judge(method, acceptance)
     except CounterReset as error:
         verdict = f"{error}; AL is n/a"

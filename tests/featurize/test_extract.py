@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import featurize.extract
-from featurize.canary import choose_documents, run_canary
+from featurize.canary import choose_documents, reference, run_canary
 from featurize.config import DataConfig
 from featurize.extract import Backend, Widths, batches, check_rows, check_space, extract_unit, load_backend
 from featurize.store import cut_units, teacher_positions
@@ -116,7 +116,7 @@ def test_rows_of_zeros_and_non_finite_values_stop_the_run(value: float) -> None:
 
 
 def test_the_canary_passes_and_reports_documents_of_all_lengths(backend: Backend, tokenised: TokenisedSet) -> None:
-    report = run_canary(backend, tokenised, 4)
+    report = run_canary(backend, tokenised, 4, reference(backend.model))
     lengths = [document.length for document in tokenised.documents]
     assert report["lengths"][0] == min(lengths)
     assert report["lengths"][-1] == max(lengths)
@@ -167,7 +167,7 @@ def test_b09_the_canary_stops_on_a_wrong_plane_and_names_it(
     backend: Backend, tokenised: TokenisedSet, kind: Any, message: str
 ) -> None:
     with pytest.raises(Refused, match=message):
-        run_canary(kind(**vars(backend)), tokenised, 4)
+        run_canary(kind(**vars(backend)), tokenised, 4, reference(backend.model))
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(
@@ -221,4 +221,4 @@ def test_the_canary_refuses_planes_without_content_and_with_missing_rows(
 ) -> None:
     monkeypatch.setattr(Broken, "broken", staticmethod(broken))
     with pytest.raises(Refused, match=message):
-        run_canary(Broken(**vars(backend)), tokenised, 4)
+        run_canary(Broken(**vars(backend)), tokenised, 4, reference(backend.model))

@@ -143,7 +143,7 @@ def test_documents_cut_at_the_limit_are_counted_with_what_they_lost(run: Run) ->
 
 def test_a_second_launch_does_nothing_and_loads_no_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     work(run)
-    monkeypatch.setattr("featurize.__main__.load_backend", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("featurize.backends.load_backend", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr("featurize.__main__.load_or_tokenise", lambda *_: pytest.fail("conversations were rendered"))
     assert work(run) is False
 

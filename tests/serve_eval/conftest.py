@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serve_eval.config import EngineConfig
+from models.config import EngineConfig
 from serve_eval.prompts import Prompt
 from tests.serve_eval.stub import Behaviour
 

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from models.config import EngineConfig
 from models.errors import Refused
-from serve_eval.config import EngineConfig
-from serve_eval.servers import check_head, command, describe_machine, last_lines, own_environment, serving, show
+from models.servers import command, last_lines, own_environment, show
+from serve_eval.counters import read_counters
+from serve_eval.servers import check_head, describe_machine, serving, speculation
 from tests.serve_eval.stub import Behaviour
 
 Make = Callable[..., EngineConfig]
@@ -52,7 +54,7 @@ def test_a_server_is_healthy_inside_the_context_and_gone_after_it(
         directory=tmp_path / "e",
     ) as server:
         assert server.version == "0.0.stub"
-        assert server.counters().drafts == 100
+        assert read_counters(server).drafts == 100
         url = server.url
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", trust_env=False)
@@ -64,8 +66,8 @@ def test_a_server_is_healthy_inside_the_context_and_gone_after_it(
 
 def test_b41_methods_differ_in_the_speculation_alone(fake_engine: Make, head_dir: Path) -> None:
     engine = fake_engine(arguments=["--enforce-eager"])
-    none = command(engine, "t", "none", None, 3, 8000)
-    eagle = command(engine, "t", "eagle3", head_dir, 3, 8000)
+    none = command(engine, "t", 8000, speculation("none", None, 3))
+    eagle = command(engine, "t", 8000, speculation("eagle3", head_dir, 3))
     place = eagle.index("--speculative-config")
     assert eagle[:place] + eagle[place + 2 :] == none
     assert json.loads(eagle[place + 1]) == {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": 3}
@@ -127,7 +129,7 @@ def test_a_start_that_takes_too_long_is_ended(fake_engine: Make, starts: Starts,
 def test_workers_that_ignore_sigterm_are_killed_too(
     fake_engine: Make, starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_eval.servers.GRACE_S", 1.0)
+    monkeypatch.setattr("models.servers.GRACE_S", 1.0)
     child_file = tmp_path / "child"
     engine = fake_engine(Behaviour(spawn_child=str(child_file), ignore_sigterm=True))
 
@@ -145,11 +147,12 @@ def test_workers_that_ignore_sigterm_are_killed_too(
 OWNER = """
 import sys, time
 from pathlib import Path
-from serve_eval.config import EngineConfig
-from serve_eval import servers
+from models.config import EngineConfig
+from models import servers
+from serve_eval.servers import serving
 servers.GRACE_S = 1.0
 engine = EngineConfig(python=sys.argv[1], environment={"STUB_BEHAVIOUR": sys.argv[3]}, startup_timeout_s=20)
-with servers.serving(engine, "t", method="none", head=None, k=1, directory=Path(sys.argv[2])) as server:
+with serving(engine, "t", method="none", head=None, k=1, directory=Path(sys.argv[2])) as server:
     print(server.process.pid, flush=True)
     time.sleep(60)
 """

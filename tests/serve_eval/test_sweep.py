@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from models.config import EngineConfig
 from models.errors import Refused
-from serve_eval.config import EngineConfig, EvalConfig
+from serve_eval.config import EvalConfig
 from serve_eval.prompts import Prompt
 from serve_eval.sweep import choose_prompts, compare_outputs, crossover, run_sweep, window_keys
 from tests.serve_eval.stub import Behaviour

