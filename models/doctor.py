@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from models.artefact import read_json
+from models.artefact import read_json, tensor_sha256
 from models.config import TargetConfig
 from models.doctor_config import BOTH, Finding, judge_config, judge_planes, judge_target, judge_tensors
 from models.doctor_values import judge_values
@@ -41,19 +41,23 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
         *judge_planes(head, target.num_layers if target is not None else None),
         *judge_tensors(head),
         *(judge_target(head, target) if target is not None else ()),
-        *(_judge_origin(directory, target) if target is not None else ()),
+        *_judge_origin(head, target),
         *judge_values(head, target),
     ]
     kept = [finding for finding in found if engine is None or engine in finding.engines]
     return sorted(kept, key=lambda finding: not finding.wrong)
 
 
-def _judge_origin(directory: Path, target: Target) -> Iterator[Finding]:
-    """What an export of ours says of its target; of that the weights, which no version of a library can change."""
-    path = directory / "export.json"
+def _judge_origin(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
+    """What an export of ours says of its tensors and of its target: weights, which no version of a library changes."""
+    path = head.directory / "export.json"
     record = read_json(path) if path.exists() else {}
-    made_for = record.get("target", {}).get("weights_hash", target.weights_hash)
-    if made_for != target.weights_hash:
+    for name, stored in sorted(head.tensors.items()):
+        told = record.get("tensors", {}).get(stored.name)
+        if told is not None and told["sha256"] != tensor_sha256(head.read(name)):
+            yield Finding(name, "is not the tensor that was exported (export.json): served as it is")
+    made_for = record.get("target", {}).get("weights_hash")
+    if target is not None and made_for not in (None, target.weights_hash):
         yield Finding("export.json", "the head was made for a target with other weights: fewer drafts are accepted")
 
 

@@ -146,7 +146,7 @@ def judge_tensors(head: HeadFiles) -> Iterator[Finding]:
     config = head.eagle3_config(range(head.num_planes))
     expected = expected_tensors(config)
     if not head.fused:
-        del expected["fc.weight"]
+        expected = {name: shape for name, shape in expected.items() if not name.startswith(("fc", "input_norm."))}
     if head.given.get("attention_bias"):
         for proj in "qkvo":
             shape = expected[f"midlayer.self_attn.{proj}_proj.weight"]
@@ -224,6 +224,8 @@ def judge_planes(head: HeadFiles, depth: int | None) -> Iterator[Finding]:
     """
     if not head.fused:
         return
+    if head.num_planes == 1 and head.target_hidden_size == head.config.hidden_size:
+        yield Finding("num_aux_hidden_states", "is 1: fc is skipped, as what comes in is as wide as a feature", SGLANG)
     default = None if depth is None else (2, depth // 2, depth - 3)
     taken = {}
     for engine, told, beyond in ((VLLM, head.vllm_planes, 0), (SGLANG, head.sglang_planes, 1)):
@@ -262,30 +264,24 @@ def judge_target(head: HeadFiles, target: Target) -> Iterator[Finding]:
             yield Finding(key, f"is {mine}, the target's is {its}: shapes do not fit")
     if config.hidden_size != target.hidden_size and "embed_tokens.weight" not in head.tensors:
         yield Finding("hidden_size", f"is {config.hidden_size}, and the target's embedding has {target.hidden_size}")
-    context, its = config.max_position_embeddings, target.config.max_position_embeddings
-    if context < its:
-        yield Finding("max_position_embeddings", f"is {context}, the target's is {its}: refused at the start", SGLANG)
-        kind = config.rope_parameters.get("rope_type")
-        if kind not in RAISED:
-            said = f"is {context}: with rope type {kind} the server's context is cut to it"
-            yield Finding("max_position_embeddings", said, VLLM)
-    yield from _rope(head, target)
-
-
-def _rope(head: HeadFiles, target: Target) -> Iterator[Finding]:
-    """Rotations against the target's, by their frequencies: how they are written down does not matter."""
-    config = head.config
     try:
-        its = Eagle3Config.for_target(target, (1,), DraftConfig())
+        whole = Eagle3Config.for_target(target, (1,), DraftConfig())
     except Refused as error:
-        yield Finding("rope", f"not compared: {error}", wrong=False)
+        yield Finding("rope", f"and context were not compared: {error}", wrong=False)
         return
-    mine, wanted = config.rope_parameters, its.rope_parameters
+    contexts = config.max_position_embeddings, whole.max_position_embeddings
+    mine, wanted = config.rope_parameters, whole.rope_parameters
+    if contexts[0] < contexts[1]:
+        yield Finding(
+            "max_position_embeddings", f"is {contexts[0]}, the target's is {contexts[1]}: not started", SGLANG
+        )
+        if (kind := mine.get("rope_type")) not in RAISED:
+            said = f"is {contexts[0]}: with rope type {kind}, the server's context is cut to it"
+            yield Finding("max_position_embeddings", said, VLLM)
     try:
-        contexts = config.max_position_embeddings, its.max_position_embeddings
         alike = same_rotation((mine, contexts[0]), (wanted, contexts[1]), config.head_dim)
-    except (Refused, KeyError, TypeError) as error:
-        yield Finding("rope", f"{mine} is not computed alike by both engines, or not at all ({error})")
+    except Refused as error:
+        yield Finding("rope", f"is not computed alike by both engines, or not at all: {error}")
         return
     if not alike:
         said = f"{mine}, the target's {wanted}: positions are not rotated as in the target"

@@ -9,6 +9,7 @@ a tensor is asked for. Pickles are refused: reading one can run code.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,18 @@ from models.eagle3 import Eagle3Config
 from models.errors import Refused
 from models.rope import Rope
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+MOST, MOST_PLANES = 1 << 24, 1 << 10
+"""No size of a head exceeds these: a file from outside may not make us compute for hours or fill the memory."""
 IDS = "eagle_aux_hidden_state_layer_ids"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
@@ -133,8 +146,8 @@ class HeadFiles:
     @property
     def architecture(self) -> str:
         """The first class that config.json names."""
-        names = self.given.get("architectures") or [""]
-        return str(names[0])
+        names = self.given.get("architectures")
+        return str(names[0]) if isinstance(names, list) and names else ""
 
     @property
     def num_planes(self) -> int:
@@ -195,9 +208,13 @@ def _flat(values: Any, directory: Path) -> tuple[str, dict[str, Any]]:
     for ids in (flat.get(IDS), eagle.get(IDS), eagle.get("layer_ids")):
         if ids is not None and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
             raise Refused(f"{directory}/config.json: {ids} is no list of layer ids")
-    for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
-        if flat.get(key) is not None and (type(flat[key]) is not int or flat[key] < 1):
-            raise Refused(f"{directory}/config.json: {key}={flat[key]} is not a positive integer")
+    for key, most in {
+        "draft_vocab_size": MOST,
+        "target_hidden_size": MOST,
+        "num_aux_hidden_states": MOST_PLANES,
+    }.items():
+        if flat.get(key) is not None and not (type(flat[key]) is int and 1 <= flat[key] <= most):
+            raise Refused(f"{directory}/config.json: {key}={flat[key]} is not an integer in 1..{most}")
     return layout, flat
 
 
@@ -216,12 +233,16 @@ def _flat_speculators(values: dict[str, Any], layer: dict[str, Any]) -> dict[str
 def _parsed(given: dict[str, Any], directory: Path) -> Any:
     values = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype", "model_type")}
     try:
-        return LlamaConfig.from_dict(copy.deepcopy(values))
-    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
+        config = LlamaConfig.from_dict(copy.deepcopy(values))
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise Refused(
             f"{directory}/config.json is none that transformers and the engines can read ({reason})"
         ) from None
+    for key in SIZES:
+        if not 1 <= getattr(config, key) <= MOST:
+            raise Refused(f"{directory}/config.json: {key}={getattr(config, key)} is not an integer in 1..{MOST}")
+    return config
 
 
 def _headers(directory: Path) -> Iterator[Stored]:
@@ -275,8 +296,16 @@ def same_rotation(a: tuple[Mapping[str, Any], int], b: tuple[Mapping[str, Any], 
     """Whether two (rope parameters, max_position_embeddings) rotate alike, however they are written down.
 
     Raises:
-        Refused: one of them is of a type that is not supported.
+        Refused: one of them is of a type that is not supported, or lacks a value.
     """
-    one, other = (Rope(parameters, head_dim, context).rotary for parameters, context in (a, b))
-    alike = torch.allclose(one.inv_freq, other.inv_freq, rtol=1e-5, atol=0)
-    return alike and one.attention_scaling == other.attention_scaling
+    rotations = []
+    for parameters, context in (a, b):
+        try:
+            rotations.append(Rope(parameters, head_dim, context).rotary)
+        except (StrictDataclassError, TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
+            raise Refused(f"rope parameters {dict(parameters)} cannot be computed ({error!r})") from None
+    one, other = rotations
+    alike = one.inv_freq.shape == other.inv_freq.shape and torch.allclose(
+        one.inv_freq, other.inv_freq, rtol=1e-5, atol=0
+    )
+    return alike and math.isclose(one.attention_scaling, other.attention_scaling, rel_tol=1e-5)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import pickle
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from models import doctor, importer
 from models.config import TargetConfig
 from models.doctor import diagnose
+from models.errors import Refused
 from models.heads import IDS
 from models.target import Target, describe_target
-from tests.models.heads import (
+from tests.models.layouts import (
     TARGET,
     Edit,
     as_layers,
@@ -158,7 +163,18 @@ FAULTS: dict[str, tuple[Edit, str]] = {
     "small context": (key(max_position_embeddings=512), f"{SGLANG}: max_position_embeddings: is 512, the target's is"),
     "rope scaling lost": (key(rope_scaling=None), f"{BOTH}: rope: {{'rope_theta': 50000.0, 'rope_type': 'default'}}"),
     "rope theta lost": (without("rope_theta"), "'rope_theta': 10000.0}, the target's {"),
-    "rope of an unknown type": (key(rope_scaling={"rope_type": "made-up"}), "is not computed alike by both engines"),
+    "rope of an unknown type": (
+        key(rope_scaling={"rope_type": "made-up"}),
+        f"{BOTH}: rope: is not computed alike by both",
+    ),
+    "a single plane": (
+        both(planes([3], [2], num_aux_hidden_states=1), tensor(FC, lambda fc: fc[:, :64])),
+        f"{SGLANG}: num_aux_hidden_states: is 1: fc is skipped",
+    ),
+    "changed after the export": (
+        tensor(LM_HEAD, lambda weight: weight * 1.5),
+        f"{BOTH}: {LM_HEAD}: is not the tensor that was exported",
+    ),
     "embedding random": (
         lambda config, tensors: tensors.update({"embed_tokens.weight": fresh(torch.empty(config["vocab_size"], 64))}),
         f"{VLLM}: embed_tokens.weight: looks freshly initialised",
@@ -258,7 +274,7 @@ SHAPES: list[dict[str, Any]] = [
     {"vocab": None},
     {"norm_output": True, "fc_norm": True, "dtype": "float32"},
     {"norm_before_fc": True, "layers": (1, 2, 4, 6), "dtype": "float16"},
-    {"head_dim": 24, "layers": (3,)},
+    {"head_dim": 24, "layers": (3, 5)},
 ]
 
 
@@ -290,6 +306,39 @@ def test_the_targets_own_embedding_and_a_bias_of_zeros_do_no_harm(good, target, 
     found = diagnose(changed(good, tmp_path / "head", edit), target)
     assert {finding.about for finding in found} == {"embed_tokens.weight", "midlayer.self_attn.q_proj.bias"}
     assert not any(finding.wrong for finding in found)
+
+
+def test_a_head_without_planes_is_sound(target, tmp_path):
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["eagle_config"] = {"use_aux_hidden_state": False}
+        del config[IDS], config["num_aux_hidden_states"], tensors["fc.weight"]
+
+    exported(target, tmp_path / "export")
+    assert diagnose(changed(tmp_path / "export", tmp_path / "head", edit), target) == []
+
+
+def test_a_table_on_a_terminal_says_the_same(good, tmp_path):
+    findings = diagnose(changed(good, tmp_path / "head", key(tie_word_embeddings=True)))
+    terminal = Console(file=StringIO(), force_terminal=True, width=200)
+    doctor.show(findings, terminal)
+    assert isinstance(terminal.file, StringIO)
+    (row,) = [line for line in terminal.file.getvalue().splitlines() if "tie_word_embeddings" in line]
+    assert "wrong" in row and "SGLang" in row and findings[0].text in row
+
+
+ODD = [None, "x", -1, 0, 3.5, True, [], ["x"], {"x": 1}, 10**9]
+
+
+def test_whatever_a_key_holds_there_is_a_verdict_or_a_refusal(good, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "judge_values", lambda *_: [])  # they take long, and depend on two keys only
+    monkeypatch.setattr(doctor, "_judge_origin", lambda *_: [])
+    keys = [*json.loads((good / "config.json").read_text()), "rope_parameters", "layer_types", "speculators_model_type"]
+    head = changed(good, tmp_path / "head", lambda *_: None)
+    whole = json.loads((good / "config.json").read_text())
+    for name, value in itertools.product(keys, ODD):
+        (head / "config.json").write_text(json.dumps(whole | {name: value}))
+        with contextlib.suppress(Refused):
+            assert all(finding.text for finding in diagnose(head, target)), f"{name}={value}"
 
 
 def test_an_export_for_a_target_with_other_weights_is_found(good, target, tmp_path):
@@ -345,6 +394,11 @@ def test_what_is_no_head_is_refused_in_one_line(good, target, tmp_path, monkeypa
     def torn(head: Path) -> None:
         (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:1000])
 
+    def no_factor(head: Path) -> None:
+        config = json.loads((head / "config.json").read_text())
+        del config["rope_scaling"]["factor"]
+        (head / "config.json").write_text(json.dumps(config))
+
     for number, (damage, expected) in enumerate(
         {
             lambda head: (head / "config.json").unlink(): "no config.json",
@@ -352,6 +406,7 @@ def test_what_is_no_head_is_refused_in_one_line(good, target, tmp_path, monkeypa
             lambda head: (head / "config.json").write_text('{"eagle_config": 3}'): "eagle_config is not an object",
             lambda head: (head / "config.json").write_text('{"vocab_size": "x"}'): "can read",
             lambda head: (head / "model.safetensors").unlink(): "holds no *.safetensors",
+            no_factor: 'can read ("Missing required keys',
             torn: "cannot be read as safetensors",
             outside: "names files that are not beside it",
             lost_shard: "cannot be read as safetensors",

@@ -18,7 +18,7 @@ from models.errors import Refused
 from models.export import export_head, load_export
 from models.importer import import_head
 from models.target import Target, describe_target
-from tests.models.heads import (
+from tests.models.layouts import (
     TARGET,
     Edit,
     as_layers,

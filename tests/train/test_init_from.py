@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from models.artefact import write_tensors
+from models.config import ExportConfig, TargetConfig
 from models.errors import Refused
+from models.export import export_head
+from models.importer import import_head
+from models.target import describe_target
 from tests.train.runs import final_head, place, train_here
 
 
@@ -22,11 +26,16 @@ def trained_head(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole / last, tmp_path / "head"))
 
 
-def test_training_from_a_head_starts_with_its_weights_and_its_draft_vocabulary(features, trained_head, tmp_path):
+def test_training_from_an_imported_head_starts_with_its_weights_and_its_draft_vocabulary(
+    features, trained_head, tiny_target_dir, tmp_path
+):
     tensors = load_file(trained_head / "head.safetensors")
     tensors["d2t"] = torch.arange(128)  # ids 0, 2, 4, ...: not what the run itself would choose
     write_tensors(trained_head / "head.safetensors", tensors)
-    arguments = [*place(features, tmp_path), f"trainer.init_from={trained_head}", "trainer.epochs=1"]
+    target = describe_target(TargetConfig(path=str(tiny_target_dir), dtype="float32"))
+    export_head(trained_head, tmp_path / "export", target, ExportConfig(dtype="float32"))
+    import_head(tmp_path / "export", tmp_path / "imported", target)
+    arguments = [*place(features, tmp_path), f"trainer.init_from={tmp_path / 'imported'}", "trainer.epochs=1"]
     frozen = ["optim.lr=1e-12", "optim.muon_lr=1e-12"]
     assert train_here([*arguments, *frozen]) is True
     after = final_head(tmp_path / "run" / "train")
@@ -35,12 +44,7 @@ def test_training_from_a_head_starts_with_its_weights_and_its_draft_vocabulary(f
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
     assert train_here([*arguments, *frozen]) is False
     with pytest.raises(Refused, match="trained with other settings or data"):
-        train_here([*place_again(arguments), *frozen])
-
-
-def place_again(arguments: list[str]) -> list[str]:
-    """The same run without a head to start from."""
-    return [argument for argument in arguments if not argument.startswith("trainer.init_from")]
+        train_here([*(argument for argument in arguments if "init_from" not in argument), *frozen])
 
 
 def test_a_head_of_another_shape_or_target_is_refused_with_the_difference(features, trained_head, tmp_path):
