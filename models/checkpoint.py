@@ -16,6 +16,25 @@ from models.errors import Refused
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
 
+OPTIONS = {
+    "aux_layers": "target.aux_layers",
+    "draft_vocab_size": "draft.vocab_size",
+    **{
+        key: f"draft.{key}"
+        for key in (
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "norm_output",
+            "norm_before_fc",
+            "fc_norm",
+            "rope_parameters",
+        )
+    },
+}
+"""What of a head a run's options decide, the rest being the target's."""
+
 
 def describe(target: Target) -> dict[str, str]:
     """What ties a head to its target: hashes of the configuration and of a sample of the weights."""
@@ -56,3 +75,18 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
         raise Refused(f"{directory}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
     head.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
     return head, meta["target"]
+
+
+def differing_options(asked: Eagle3Config, wanted: Eagle3Config) -> list[str]:
+    """Overrides under which a run that asks for one head gets another for the same target instead."""
+    mine, its = asked.to_dict(), wanted.to_dict()
+    return [f"{OPTIONS[key]}={_override(its[key])}" for key in OPTIONS if mine[key] != its[key]]
+
+
+def _override(value: Any) -> str:
+    """A value as Hydra reads it on a command line."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_override(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_override, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -108,6 +108,8 @@ class TrainerConfig:
         compile: fuse the head's norms and MLP with torch.compile; worth it on GPUs.
         validate_every, checkpoint_every: in optimizer steps; both also happen at the end.
         keep_checkpoints: newest ones kept; the best by simulated acceptance length is always kept.
+        init_from: a checkpoint directory (of a run of ours, or from `python -m models.importer`) whose head is
+            trained on, instead of a fresh one; its draft vocabulary and norm epsilon stay. null starts afresh.
         resume: "auto" continues from the newest complete checkpoint; "never" refuses to touch one.
         wandb: "disabled", "offline" or "online".
         log_every: optimizer steps between log lines.
@@ -125,6 +127,7 @@ class TrainerConfig:
     validate_every: int = 500
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    init_from: str | None = None
     resume: str = "auto"
     wandb: str = "disabled"
     wandb_project: str = "draftsmith"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from featurize.store import FeatureStore
-from models.artefact import fingerprint, read_json, write_json
+from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
 from models.errors import Refused
@@ -32,7 +32,7 @@ from train.optimizer import schedule
 from train.packs import Pack, build_pack, read_ahead
 from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import PREEMPTED, StopRequest
-from train.start import fit_start, rows_wanted, sample
+from train.start import fit_start, load_start, rows_wanted, sample
 from train.stock import Stock, count_supervised, divide
 from train.validate import validate
 
@@ -103,11 +103,15 @@ class Trainer:
         )
 
         counts = count_supervised(store, self.training, config.vocab_size)
-        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
-        self.coverage = 1.0 if ids is None else counts[ids].sum().item() / max(1, counts.sum().item())
         torch.manual_seed(trainer.seed)
-        self.head = Eagle3Head(config, ids)
-        initialise(self.head, target, sample_planes(store, self.training))
+        origin: dict[str, str] = {}
+        if trainer.init_from is None:
+            self.head = Eagle3Head(config, choose_draft_vocabulary(counts, config.draft_vocab_size))
+            initialise(self.head, target, sample_planes(store, self.training))
+        else:
+            self.head = load_start(Path(trainer.init_from), config, self.tied_to)
+            origin = {"init_from": file_sha256(Path(trainer.init_from) / "head.safetensors")}
+        self.coverage = counts[self.head.ids_D].sum().item() / max(1, counts.sum().item())
         self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
         if trainer.compile:
             self.head.compile_parts()
@@ -115,12 +119,13 @@ class Trainer:
             {
                 "objective": asdict(objective),
                 "optim": asdict(optim),
-                "head": config.to_dict(),
+                "head": self.head.config.to_dict(),
                 "target": self.tied_to,
                 "features": store.fingerprint,
                 "validation_share": validation_share,
                 "trainer": [getattr(trainer, key) for key in ("epochs", "pack_tokens", "packs_per_step", "seed")],
                 "precision": trainer.precision,
+                **origin,
             }
         )
 
@@ -225,7 +230,7 @@ class Trainer:
         """Load the newest checkpoint, if there is one, and share the head among the processes."""
         found = ranks.first(self.accelerator, self._find)
         saved = resume.read(found) if found is not None else None
-        if saved is None:
+        if saved is None and self.settings.init_from is None:
             self._fit()
         self.ranks = ranks.share(self.accelerator, self.settings.strategy, self.objective, self.optim, saved)
         if saved is None:

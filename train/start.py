@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import embedding, rms_norm
 
-from models.eagle3 import Attention, Eagle3Config
+from models.checkpoint import differing_options, load_head
+from models.eagle3 import Attention, Eagle3Config, Eagle3Head
+from models.errors import Refused
 from train.objective import Objective
 from train.packs import Pack, supervised_rows
 from train.plan import Corpus
@@ -44,6 +47,23 @@ STRETCHES = 8
 """Places of the store that the sample comes from: each opens few shards, which are checked as a whole."""
 ROWS_AT_ONCE = 16384
 """Most rows of a pack that are looked at; they are held in fp32, planes and all."""
+
+
+def load_start(directory: Path, config: Eagle3Config, target: dict[str, str]) -> Eagle3Head:
+    """The head of a checkpoint, to be trained on; its draft vocabulary and norm epsilon are its own.
+
+    Args:
+        config: the head that the run asks for. target: as `describe` tells it.
+
+    Raises:
+        Refused: there is none, or it is for another target or of another shape.
+    """
+    head, made_for = load_head(directory)
+    if made_for != target:
+        raise Refused(f"trainer.init_from={directory} was trained for another target than target.path")
+    if options := differing_options(config, head.config):
+        raise Refused(f"trainer.init_from={directory} holds a head of another shape; give {' '.join(options)}")
+    return head
 
 
 def rows_wanted(config: Eagle3Config) -> int:

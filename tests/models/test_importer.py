@@ -1,0 +1,168 @@
+"""A head made by others becomes the checkpoint that it would have been, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import importer
+from models.checkpoint import load_head
+from models.config import ExportConfig, TargetConfig
+from models.doctor import diagnose
+from models.errors import Refused
+from models.export import export_head, load_export
+from models.importer import import_head
+from models.target import Target, describe_target
+from tests.models.layouts import (
+    TARGET,
+    Edit,
+    as_layers,
+    as_legacy,
+    as_specforge,
+    as_speculators,
+    changed,
+    exported,
+    sharded,
+)
+
+
+@pytest.fixture(scope="module")
+def target(make_target) -> Target:
+    return describe_target(TargetConfig(path=str(make_target(**TARGET)), dtype="float32"))
+
+
+def with_the_targets_embedding(target: Target, edit: Edit) -> Edit:
+    def both(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        edit(config, tensors)
+        tensors["embed_tokens.weight"] = target.load_embedding()
+
+    return both
+
+
+@pytest.mark.parametrize("layout", [as_legacy, as_specforge, as_speculators])
+@pytest.mark.parametrize(
+    "shape", [{}, {"vocab": None, "norm_output": True, "fc_norm": True, "layers": (1, 3, 6)}], ids=["3.0", "3.1"]
+)
+def test_a_head_in_a_foreign_layout_is_imported_as_it_was(target, tmp_path, layout, shape):
+    if layout is as_legacy and shape:
+        shape = {**shape, "layers": (2, 4, 5)}  # it cannot tell others
+    head = exported(target, tmp_path / "export", dtype="float32", **shape)
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", with_the_targets_embedding(target, layout))
+    if layout is as_speculators:
+        sharded(foreign)
+    import_head(foreign, tmp_path / "imported", target)
+    again, _ = load_head(tmp_path / "imported")
+    assert again.config == head.config and torch.equal(again.ids_D, head.ids_D)
+    for name, value in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+    tokens, aux = torch.randint(3, 300, (14,)), torch.randn(14, 3, 64)
+    rows = [torch.arange(12), torch.arange(11)]
+    with torch.no_grad():
+        given = (tokens, aux, torch.zeros(14, dtype=torch.int64), rows, target.load_embedding())
+        for ours, theirs in zip(head.unroll(*given), again.unroll(*given), strict=True):
+            assert torch.equal(head.lm_head(ours.hidden_RH), again.lm_head(theirs.hidden_RH))
+
+
+def test_an_imported_head_is_exported_for_both_engines(target, tmp_path):
+    head = exported(target, tmp_path / "export", norm_before_fc=True)
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", as_specforge)
+    import_head(foreign, tmp_path / "imported", target)
+    export_head(tmp_path / "imported", tmp_path / "again", target, ExportConfig())
+    assert diagnose(tmp_path / "again", target) == []
+    assert load_export(tmp_path / "again")[0].config == head.config
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
+
+
+def test_a_head_with_a_rope_of_its_own_keeps_it(target, tmp_path):
+    exported(target, tmp_path / "export")
+    edit = {"rope_theta": 10_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 64}
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", lambda config, _: config.update(edit))
+    config = import_head(foreign, tmp_path / "imported", target).config
+    assert config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    assert config.max_position_embeddings == target.config.max_position_embeddings
+
+
+def test_the_command_says_how_to_go_on(target, tmp_path, monkeypatch, capsys):
+    exported(target, tmp_path / "export", fc_norm=True)
+    arguments = [tmp_path / "export", "--target", target.path, "--out", tmp_path / "imported"]
+    monkeypatch.setattr(sys, "argv", ["importer", *map(str, arguments)])
+    importer.main()
+    wanted = (
+        f"trainer.init_from={tmp_path / 'imported'} target.aux_layers=[2,4,5] draft.vocab_size=100 draft.fc_norm=true"
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == wanted
+    assert json.loads((tmp_path / "imported" / "origin.json").read_text())["layout"] == "plain"
+    with pytest.raises(SystemExit) as left:
+        importer.main()
+    assert left.value.code == 2 and "exists; delete it" in capsys.readouterr().err
+
+
+def key(**values: Any) -> Edit:
+    return lambda config, _: config.update(values)
+
+
+def added(name: str, value: torch.Tensor) -> Edit:
+    return lambda _, tensors: tensors.update({name: value})
+
+
+BEYOND: dict[str, tuple[Edit, str]] = {
+    "layers": (key(num_hidden_layers=2), "ours has no 2 layers"),
+    "residual": (key(norm_before_residual=True), "ours has no norm_before_residual"),
+    "q/k norm": (added("midlayer.self_attn.q_norm.weight", torch.ones(16)), r"no q/k norm \(midlayer.self_attn.q_norm"),
+    "bias": (added("midlayer.self_attn.v_proj.bias", torch.ones(32)), r"no bias \(midlayer.self_attn.v_proj.bias\)"),
+    "no fc": (key(eagle_config={"use_aux_hidden_state": False}), "no feature without fc"),
+    "activation": (key(hidden_act="gelu"), "no hidden_act=gelu"),
+    "parallel": (added("mask_hidden", torch.ones(1, 192)), "no parallel drafting"),
+    "embedding": (
+        lambda config, tensors: tensors.update({"embed_tokens.weight": torch.ones(config["vocab_size"], 64)}),
+        "an embedding of its own",
+    ),
+    "no map": (lambda _, tensors: tensors.pop("d2t"), "has no d2t"),
+    "absolute map": (lambda _, tensors: tensors["d2t"].add_(torch.arange(100)), "d2t holds target ids"),
+    "another vocabulary": (key(vocab_size=999), "has vocab_size=999, the target"),
+    "missing tensor": (lambda _, tensors: tensors.pop("norm.weight"), r"missing \['norm.weight'\]"),
+    "extra tensor": (added("extra.weight", torch.ones(3)), r"without a place in an EAGLE-3 head \['extra.weight'\]"),
+    "shape": (key(intermediate_size=48), r"gate_proj.weight is \(96, 64\), its config.json says \(48, 64\)|down_proj"),
+    "not finite": (lambda _, tensors: tensors["norm.weight"].fill_(torch.inf), "values that are not finite"),
+    "planes": (key(eagle_aux_hidden_state_layer_ids=[1, 2, 3]), "tells vLLM to capture planes"),
+    "rope": (key(rope_scaling={"rope_type": "made-up"}), "rope parameters"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_what_ours_cannot_be_is_refused_by_name(target, tmp_path, case):
+    edit, expected = BEYOND[case]
+    exported(target, tmp_path / "export")
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", edit)
+    with pytest.raises(Refused, match=expected):
+        import_head(foreign, tmp_path / "imported", target)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_speculators_residual_is_normed_where_the_file_does_not_say(target, tmp_path):
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        as_speculators(config, tensors)
+        del config["norm_before_residual"]
+
+    exported(target, tmp_path / "export")
+    with pytest.raises(Refused, match="ours has no norm_before_residual"):
+        import_head(changed(tmp_path / "export", tmp_path / "foreign", edit), tmp_path / "imported", target)
+
+
+def test_what_has_no_effect_is_left_out(target, tmp_path):
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        as_layers(config, tensors)
+        tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    head: Path = tmp_path / "imported"
+    exported(target, tmp_path / "export")
+    import_head(changed(tmp_path / "export", tmp_path / "foreign", edit), head, target)
+    assert not any("bias" in name or "rotary" in name for name in load_head(head)[0].state_dict())
