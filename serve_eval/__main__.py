@@ -18,7 +18,7 @@ def main(run: Run) -> bool:
     from models.export import load_export
     from models.target import describe_target
     from serve_eval.prompts import load_prompts
-    from serve_eval.reference import Measurement, disagreements
+    from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
     from serve_eval.sweep import check_possible, failures, run_sweep
@@ -30,7 +30,9 @@ def main(run: Run) -> bool:
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
     prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
+    drafter = describe_draft_model(run.eval.drafting, target)
     settings = asdict(run.eval) | {"prompts": None}  # their contents count, not where they lie
+    settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
     asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
     key = fingerprint([describe(target), weights, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
     path = directory / "summary.json"
@@ -42,6 +44,11 @@ def main(run: Run) -> bool:
         return False
     sweep = replace(run.eval, max_new_tokens=run.eval.served_new_tokens or run.eval.max_new_tokens)
     if run.engine.kind != "none":
+        if run.eval.drafting.method != "eagle3" and run.eval.served_k is None:
+            raise Refused(
+                "eval.served_k must be given: the server drafts with the head, and the best k of the reference decoder "
+                f"is that of eval.drafting.method={run.eval.drafting.method}"
+            )
         check_possible(run.engine, sweep, prompts)
 
     measurement = Measurement(target, head, weights, prompts, run.eval, directory)

@@ -6,12 +6,95 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class DraftingConfig:
+    """What drafts in the reference decoder, in which shape, and how tokens are drawn.
+
+    Attributes:
+        method: "eagle3" (the exported head), "ngram" (prompt lookup) or "draft_model".
+        model: local directory of the draft model; it must have the target's tokenizer.
+        tree: "chain" of eval.k tokens, "static" (see `paths`) or "dynamic" (EAGLE-2: of eval.k levels that each
+            read `width` nodes and draft `width` children of each, the likeliest `nodes` are verified).
+        paths: the nodes of a static tree as paths of ranks, as in [[0], [1], [0, 0]]: the best child of the root, its
+            second best, the best child of the best.
+        temperature: of the target's tokens; 0 is greedy. top_p, top_k: they leave out unlikely tokens; 1 and 0 none.
+        draft_sample_method: "greedy" drafts the best tokens, "probabilistic" draws them at the same temperature,
+            top_p and top_k; words and default are vLLM's. The output's distribution is the target's with both.
+        seed: of all that is drawn.
+        lookup_min, lookup_max: tokens that prompt lookup must and may find again.
+    """
+
+    method: str = "eagle3"
+    model: str | None = None
+    tree: str = "chain"
+    paths: list[list[int]] = field(default_factory=list)
+    width: int | None = None
+    nodes: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    draft_sample_method: str = "greedy"
+    seed: int = 0
+    lookup_min: int = 2
+    lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        choices = {
+            "method": ("eagle3", "ngram", "draft_model"),
+            "tree": ("chain", "static", "dynamic"),
+            "draft_sample_method": ("greedy", "probabilistic"),
+        }
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"eval.drafting.{key}={getattr(self, key)} is not one of {', '.join(allowed)}")
+        bounds = {
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "width": self.width is None or self.width >= 1,
+            "nodes": self.nodes is None or self.nodes >= 1,
+            "lookup_min": self.lookup_min >= 1,
+            "lookup_max": self.lookup_max >= self.lookup_min,
+        }
+        for key, fits in bounds.items():
+            if not fits:
+                raise ValueError(f"eval.drafting.{key}={getattr(self, key)} is out of range")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ValueError("eval.drafting.model names the draft model of method=draft_model, and of no other")
+        if (self.tree == "static") != bool(self.paths):
+            raise ValueError("eval.drafting.paths are the nodes of tree=static, and of no other")
+        dynamic = self.tree == "dynamic"
+        if dynamic != (self.width is not None) or dynamic != (self.nodes is not None):
+            raise ValueError("eval.drafting.width and eval.drafting.nodes shape tree=dynamic, and no other")
+        if self.method == "ngram" and self.tree != "chain":
+            raise ValueError("eval.drafting.method=ngram drafts tree=chain only")
+        for path in self.paths:
+            older = [path[:-1], [*path[:-1], path[-1] - 1]] if path else []
+            wanted = [each for each in older if each and each[-1] >= 0]
+            if not path or path[-1] < 0 or self.paths.count(path) > 1 or any(each not in self.paths for each in wanted):
+                raise ValueError(
+                    f"eval.drafting.paths: {path} must be there once, with its parent and with its sibling before it"
+                )
+        if self.draft_sample_method == "probabilistic":
+            if dynamic:
+                raise ValueError(
+                    "eval.drafting.tree=dynamic chooses nodes by what was drafted, so that they are no draws from the "
+                    "head's distribution; it goes with draft_sample_method=greedy, which is exact too"
+                )
+            if self.method == "ngram" or self.temperature == 0:
+                raise ValueError(
+                    "eval.drafting.draft_sample_method=probabilistic needs a temperature above 0 and a method with "
+                    "probabilities"
+                )
+
+
+@dataclass
 class EvalConfig:
     """What is measured.
 
     Attributes:
         prompts: JSON-lines files of evaluation conversations (id, route, messages ending with a user).
-        k: drafted tokens per step in the reference decoder.
+        k: drafted tokens per step in the reference decoder: the length of a chain, the depth of a tree.
+        drafting: what the reference decoder drafts with, and how tokens are drawn.
         served_k: drafted tokens in the server; null takes the k that the reference's own measurement
             of costs and acceptance says is fastest at concurrency 1.
         max_new_tokens: tokens per answer.
@@ -24,6 +107,7 @@ class EvalConfig:
 
     prompts: list[str] = field(default_factory=list)
     k: int = 4
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
     served_k: int | None = None
     max_new_tokens: int = 96
     served_new_tokens: int | None = None
@@ -41,3 +125,9 @@ class EvalConfig:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
+        drafting, k = self.drafting, self.k
+        if drafting.tree == "static" and (depth := max(map(len, drafting.paths))) != k:
+            raise ValueError(f"eval.k={k} must be the depth of eval.drafting.paths, {depth}")
+        if drafting.width is not None and drafting.nodes is not None:
+            if drafting.nodes > (most := drafting.width + (k - 1) * drafting.width**2):
+                raise ValueError(f"eval.drafting.nodes={drafting.nodes}: {k} levels have {most} candidates at most")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,41 +18,21 @@ import torch
 from featurize.extract import choose_device
 from models.artefact import fingerprint, read_json, write_json
 from models.checkpoint import describe
+from models.config import TargetConfig
 from models.eagle3 import Eagle3Head
 from models.errors import Refused
-from models.target import Target
-from serve_eval.config import EvalConfig
+from models.target import Target, describe_target
+from serve_eval.acceptance import acceptance, best_k, figures, rounds_within
+from serve_eval.config import DraftingConfig, EvalConfig
 from serve_eval.decoder import Answer, decode, measure_costs
-from serve_eval.prompts import Prompt, by_route
+from serve_eval.drafters import Drafter, make_drafter, sampling_of, shape_of
+from serve_eval.prompts import Prompt
 from serve_eval.servers import describe_machine
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.03
 """Largest difference of AL between a server and the reference decoder that passes without a warning."""
-
-
-def acceptance(rounds: Iterable[int], k: int) -> dict[str, Any]:
-    """AL and unconditional per-position acceptance of drafting rounds, given the accepted drafts of each.
-
-    AL is None without a round: nothing was measured.
-    """
-    counts = list(rounds)
-    if not counts:
-        return {"al": None, "per_position": [], "rounds": 0}
-    per_position = [sum(accepted > i for accepted in counts) / len(counts) for i in range(k)]
-    return {"al": 1 + sum(counts) / len(counts), "per_position": per_position, "rounds": len(counts)}
-
-
-def rounds_within(accepted: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The drafting rounds of an answer cut at `max_new_tokens`, given those of a longer one."""
-    tokens, kept = 1, []  # the first token comes from reading the prompt
-    for count in accepted:
-        if tokens >= max_new_tokens:
-            break
-        kept.append(count)
-        tokens += count + 1
-    return kept
 
 
 def disagreements(agreement: dict[str, dict[str, float | None]]) -> list[str]:
@@ -65,56 +45,74 @@ def disagreements(agreement: dict[str, dict[str, float | None]]) -> list[str]:
     ]
 
 
-def best_k(per_position: Sequence[float], verify_ms: Sequence[float], draft_ms: Sequence[float]) -> int:
-    """The k with most tokens per second for one user: (1 + sum of acceptances) / (verification + drafting).
+def spoken(settings: DraftingConfig, k: int) -> str:
+    """The settings in words, for a heading."""
+    tree = {
+        "chain": f"k = {k}",
+        "static": f"a tree of {len(settings.paths)} drafts",
+        "dynamic": f"a tree of {settings.nodes} drafts by confidence",
+    }
+    words = ["greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"]
+    words += [f"top-p {settings.top_p:g}"] * (settings.top_p < 1) + [f"top-k {settings.top_k}"] * (settings.top_k > 0)
+    words += ["drafts drawn"] * (settings.draft_sample_method == "probabilistic")
+    methods = {"ngram": ["prompt lookup"], "draft_model": ["a draft model"]}
+    return ", ".join([*methods.get(settings.method, []), *words, tree[settings.tree]])
 
-    Args:
-        per_position: a_1 .. a_K. verify_ms: of 1 .. K + 1 tokens. draft_ms: of 1 .. K tokens.
+
+def describe_draft_model(settings: DraftingConfig, target: Target) -> Target | None:
+    """The draft model, where the settings name one.
+
+    Raises:
+        Refused: it cannot be read, or its tokenizer is not the target's.
     """
-    if not per_position:
-        return 1
-    rates = [(1 + sum(per_position[:k])) / (verify_ms[k] + draft_ms[k - 1]) for k in range(1, len(per_position) + 1)]
-    return 1 + rates.index(max(rates))
+    from transformers import AutoTokenizer
+
+    if settings.model is None:
+        return None
+    try:
+        found = describe_target(TargetConfig(path=settings.model))
+        vocabularies = [AutoTokenizer.from_pretrained(each.path).get_vocab() for each in (target, found)]
+    except (Refused, OSError, ValueError) as error:
+        raise Refused(f"eval.drafting.model={settings.model} cannot be used: {str(error).splitlines()[0]}") from None
+    if vocabularies[0] != vocabularies[1]:
+        raise Refused(f"eval.drafting.model={settings.model} has another tokenizer than {target.path}")
+    return found
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference decoder over one target and one head, both in fp32."""
+    """The reference decoder over one target and what drafts for it, all in fp32."""
 
     model: Any
     head: Eagle3Head
     stop: set[int]
-    settings: EvalConfig
+    batch_size: int
+    draft_model: Any = None
 
-    def answers(self, prompts: Sequence[Prompt], k: int, max_new_tokens: int) -> list[Answer]:
-        """Greedy answers, in batches of prompts of like length; k = 0 is the target alone."""
+    def drafter(self, settings: DraftingConfig, k: int) -> Drafter:
+        """A new drafter."""
+        return make_drafter(settings, k, model=self.model, head=self.head, draft_model=self.draft_model)
+
+    def answers(self, prompts: Sequence[Prompt], max_new_tokens: int, settings: DraftingConfig, k: int) -> list[Answer]:
+        """Answers, in batches of prompts of like length; k = 0 is the target alone."""
         order = sorted(prompts, key=lambda prompt: len(prompt.ids))
         found: dict[str, Answer] = {}
-        size = self.settings.batch_size
-        for first in range(0, len(order), size):
+        for first in range(0, len(order), self.batch_size):
             batch = decode(
                 self.model,
-                order[first : first + size],
+                order[first : first + self.batch_size],
                 stop=self.stop,
                 max_new_tokens=max_new_tokens,
-                head=self.head if k else None,
-                k=k,
+                drafter=self.drafter(settings, k) if k else None,
+                sampling=sampling_of(settings),
+                seed=settings.seed + first,
             )
             found |= {answer.prompt.id: answer for answer in batch}
         return [found[prompt.id] for prompt in prompts]
 
-    def acceptance(self, answers: Sequence[Answer], k: int) -> dict[str, Any]:
-        """AL and per-position acceptance, pooled and by route, with the tokens behind them."""
-        routes = {
-            route: acceptance((n for a in answers if a.prompt.route == route for n in a.accepted), k)
-            | {"tokens": sum(len(a.ids) for a in answers if a.prompt.route == route)}
-            for route in by_route([answer.prompt for answer in answers])
-        }
-        return acceptance((n for a in answers for n in a.accepted), k) | {"routes": routes}
 
-
-def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig) -> Reference:
-    """Load the target in fp32 beside the head.
+def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig, draft_model: Target | None) -> Reference:
+    """Load the target, and the draft model where there is one, in fp32 beside the head.
 
     Raises:
         Refused: the target names no eos_token_id, so no answer would ever end.
@@ -126,10 +124,16 @@ def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig) -> Re
         raise Refused(f"{target.path} names no eos_token_id in config.json or generation_config.json")
     transformers_logging.disable_progress_bar()
     device = choose_device(settings.device, "eval.device")
-    model = AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=target.trust_remote_code
-    )
-    return Reference(model.eval().to(device), head.float().eval().to(device), set(target.eos_ids), settings)
+
+    def load(model: Target) -> Any:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+        )
+        return loaded.eval().to(device)
+
+    drafting = load(draft_model) if draft_model is not None else None
+    head = head.float().eval().to(device)
+    return Reference(load(target), head, set(target.eos_ids), settings.batch_size, drafting)
 
 
 class Measurement:
@@ -150,16 +154,27 @@ class Measurement:
     ) -> None:
         self.target, self.head, self.prompts, self.settings = target, head, prompts, settings
         self.directory = directory
+        self.draft_model = describe_draft_model(settings.drafting, target)
         # The machine is in it for the costs; everything else would be the same anywhere.
         self.inputs = [describe(target), weights, settings.max_new_tokens, describe_machine()]
 
     @cached_property
     def reference(self) -> Reference:
         """The decoder, loaded when something has to be computed."""
-        return load_reference(self.target, self.head, self.settings)
+        return load_reference(self.target, self.head, self.settings, self.draft_model)
 
-    def _kept(self, name: str, prompts: Sequence[Prompt], k: int, compute: Callable[[], dict[str, Any]]) -> Any:
-        key = fingerprint([*self.inputs, k, [[p.id, p.route, list(p.ids)] for p in prompts]])
+    def _kept(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        drafting: DraftingConfig,
+        k: int,
+        compute: Callable[[], dict[str, Any]],
+    ) -> Any:
+        asked = asdict(drafting) | {
+            "model": describe(self.draft_model) if self.draft_model and drafting.model else None
+        }
+        key = fingerprint([*self.inputs, asked, k, [[p.id, p.route, list(p.ids)] for p in prompts]])
         path = self.directory / name
         found = read_json(path) if path.exists() else {}
         if found.get("key") == key:
@@ -172,30 +187,35 @@ class Measurement:
         """Acceptance over all prompts and the lossless check.
 
         Returns:
-            `reference` (al, per_position, routes), `lossless` (prompts, identical, differing), `costs_ms`
-            (verify, draft), `best_k`, `rounds` ({prompt id: accepted drafts of each round}).
+            `reference` (what `acceptance.figures` tells, and `how` it was drafted), `lossless` (prompts, identical,
+            differing; None when sampling), `costs_ms` (verify, draft: of chains), `best_k`, `rounds` ({prompt id:
+            accepted drafts of each round}).
         """
-        return self._kept("reference.json", self.prompts, self.settings.k, self._run)
+        return self._kept("reference.json", self.prompts, self.settings.drafting, self.settings.k, self._run)
 
     def _run(self) -> dict[str, Any]:
-        k = self.settings.k
+        k, most, drafting = self.settings.k, self.settings.max_new_tokens, self.settings.drafting
+        lossless = None
         started = time.monotonic()
-        plain = self.reference.answers(self.prompts, 0, self.settings.max_new_tokens)
-        middle = time.monotonic()
-        drafted = self.reference.answers(self.prompts, k, self.settings.max_new_tokens)
-        log.info(
-            "reference decoder: %d prompts, target alone %.0f s, with %d drafts %.0f s",
-            len(self.prompts), middle - started, k, time.monotonic() - middle,
-        )  # fmt: skip
-        figures = self.reference.acceptance(drafted, k)
-        differing = [a.prompt.id for a, b in zip(plain, drafted, strict=True) if a.ids != b.ids]
-        verify, draft = measure_costs(self.reference.model, self.reference.head, k)
-        same = len(self.prompts) - len(differing)
+        drafted = self.reference.answers(self.prompts, most, drafting, k)
+        log.info("reference decoder: %d prompts in %.0f s", len(self.prompts), time.monotonic() - started)
+        if drafting.temperature == 0:
+            started = time.monotonic()
+            plain = self.reference.answers(self.prompts, most, drafting, 0)
+            log.info("reference decoder: %d prompts, target alone, %.0f s", len(plain), time.monotonic() - started)
+            differing = [a.prompt.id for a, b in zip(plain, drafted, strict=True) if a.ids != b.ids]
+            same = len(self.prompts) - len(differing)
+            lossless = {"prompts": len(self.prompts), "identical": same, "differing": differing}
+        shape = None if drafting.tree == "chain" else shape_of(drafting, k)
+        told = figures(drafted, k, shape)
+        chain = replace(drafting, tree="chain", paths=[], width=None, nodes=None, draft_sample_method="greedy")
+        verify, draft = measure_costs(self.reference.model, lambda length: self.reference.drafter(chain, length), k)
+        straight = acceptance((each.straight for a in drafted for each in a.rounds if each), k)["per_position"]
         return {
-            "reference": figures,
-            "lossless": {"prompts": len(self.prompts), "identical": same, "differing": differing},
+            "reference": told | {"how": spoken(drafting, k)},
+            "lossless": lossless,
             "costs_ms": {"verify": verify, "draft": draft},
-            "best_k": best_k(figures["per_position"], verify, draft),
+            "best_k": best_k(straight, verify, draft),
             "rounds": {answer.prompt.id: answer.accepted for answer in drafted},
         }
 
@@ -208,14 +228,17 @@ class Measurement:
         wanted = {name for names in served["prompts"].values() for name in names}
         prompts = [prompt for prompt in self.prompts if prompt.id in wanted]
 
-        def compute() -> dict[str, Any]:
-            return {"rounds": {a.prompt.id: a.accepted for a in self.reference.answers(prompts, k, max_new_tokens)}}
+        greedy = DraftingConfig()  # what the server is asked for
 
-        if k == self.settings.k:  # a shorter answer is the beginning of the longer one
+        def compute() -> dict[str, Any]:
+            answers = self.reference.answers(prompts, max_new_tokens, greedy, k)
+            return {"rounds": {answer.prompt.id: answer.accepted for answer in answers}}
+
+        if k == self.settings.k and self.settings.drafting == greedy:  # a shorter answer begins the longer one
             rounds = {name: rounds_within(each, max_new_tokens) for name, each in self.run()["rounds"].items()}
         else:
             name = f"reference-k{k}-{max_new_tokens}.json"
-            rounds = self._kept(name, prompts, k, compute)["rounds"]
+            rounds = self._kept(name, prompts, greedy, k, compute)["rounds"]
         als = {
             cell["concurrency"]: cell["al"]
             for cell in served["cells"]

@@ -42,7 +42,9 @@ def verdict(summary: Summary) -> list[str]:
         routes = {route: figures["al"] for route, figures in reference["routes"].items() if figures["al"] is not None}
         if routes and reference["al"] is not None:
             best, worst = max(routes, key=routes.__getitem__), min(routes, key=routes.__getitem__)
-            sentence = f"The head yields {number(reference['al'])} tokens per target forward (k = {summary['k']})"
+            drafts = {"prompt lookup": "Prompt lookup", "a draft model": "The draft model"}
+            what = drafts.get(reference.get("how", "").split(",")[0], "The head")
+            sentence = f"{what} yields {number(reference['al'])} tokens per target forward (k = {summary['k']})"
             if len(routes) > 1:
                 sentence += f", from {number(routes[worst])} on {worst} to {number(routes[best])} on {best}"
             told.append(sentence + ".")
@@ -108,21 +110,24 @@ def _ratio_text(ratio: float | None) -> Text:
 
 def _reference_table(summary: Summary) -> Table:
     reference = summary["reference"]
-    title = f"Reference decoder, greedy, k = {summary['k']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    how = reference.get("how") or f"greedy, k = {summary['k']}"
+    table = Table(title=f"Reference decoder, {how}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("route")
     table.add_column("AL", justify="right")
     width = max((len(each["per_position"] or ()) for each in reference["routes"].values()), default=0)
     for position in range(1, width + 1):
         table.add_column(f"pos {position}", justify="right")
+    table.add_column("entropy", justify="right")
     table.add_column("tokens", justify="right")
     for route, each in reference["routes"].items():
         shares = [number(share) for share in each["per_position"] or ()]
-        table.add_row(route, number(each["al"]), *shares, *["n/a"] * (width - len(shares)), f"{each['tokens']:,}")
+        rest = [*["n/a"] * (width - len(shares)), number(each.get("entropy"))]
+        table.add_row(route, number(each["al"]), *shares, *rest, f"{each['tokens']:,}")
     table.add_section()
     shares = [number(share) for share in reference["per_position"] or ()]
     total = sum(each["tokens"] for each in reference["routes"].values())
-    table.add_row("all", number(reference["al"]), *shares, *["n/a"] * (width - len(shares)), f"{total:,}", style="bold")
+    rest = [*["n/a"] * (width - len(shares)), number(reference.get("entropy"))]
+    table.add_row("all", number(reference["al"]), *shares, *rest, f"{total:,}", style="bold")
     return table
 
 
