@@ -224,12 +224,12 @@ class Eagle3Head(nn.Module):
         return self.fc(self.planes(aux_TAP))
 
     def planes(self, aux_TAP: torch.Tensor) -> torch.Tensor:
-        """What fc reads [T, A * P]: the planes side by side, normed where the head norms them."""
+        """What fc reads [T, A * P]: the planes side by side, normed where the head norms them, all before each."""
+        if self.config.norm_before_fc:
+            aux_TAP = self.input_norm(aux_TAP.flatten(-2)).view_as(aux_TAP)
         if self.config.fc_norm:
-            planes = [norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)]
-            aux_TAP = torch.stack(planes, 1)
-        wide = aux_TAP.flatten(-2)
-        return self.input_norm(wide) if self.config.norm_before_fc else wide
+            aux_TAP = torch.stack([norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)], 1)
+        return aux_TAP.flatten(-2)
 
     def compile_parts(self) -> None:
         """Fuse what is elementwise and reads memory more often than it computes: the norms and the gated MLP.
