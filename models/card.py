@@ -19,6 +19,8 @@ from typing import Any
 from models.artefact import file_sha256, read_json, write_bytes
 from models.config import ExportConfig
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
 USUAL_K = 3
 """Draft tokens in the commands of a head that was neither evaluated nor trained here."""
 
@@ -51,7 +53,8 @@ class Story:
     def of(cls, run: Path, checkpoint: Path) -> Story:
         """Read the story of a run's checkpoint; one from elsewhere has only what lies in it."""
         own = (run / "train").resolve() in checkpoint.resolve().parents
-        state, validation = _read(checkpoint / "state.json"), {}
+        state = _read(checkpoint / "state.json")
+        validation: dict[str, Any] = {}
         metrics = run / "train/metrics.jsonl"
         if own and metrics.exists():
             lines = (json.loads(line) for line in metrics.read_text().splitlines())
@@ -107,7 +110,7 @@ def worth(story: Story, weights: str) -> str:
             f"{measured['k']} drafted tokens, measured by draftsmith's reference decoder:\n\n"
             + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
         )
-        cells = [cell for cell in served.get("cells", []) if cell["method"] != "none" and cell["route"] == "all"]
+        cells = [cell for cell in served.get("cells", []) if cell["method"] == "eagle3" and cell["route"] == "all"]
         if cells:
             told = [
                 [str(c["concurrency"]), "n/a" if c["al"] is None else f"{c['al']:.3f}", str(c["output_tokens_per_s"])]
@@ -121,8 +124,9 @@ def worth(story: Story, weights: str) -> str:
     if story.validation:
         sampled = story.validation.get("val_al_sampled")
         return (
-            "Not evaluated yet. On held-out documents at the end of this checkpoint's training, on the target's own "
-            f"answers and by simulation, not by routes: AL {story.validation['val_al']:.3f} greedy"
+            f"Not evaluated{' with these weights' if story.evaluation else ' yet'}. On held-out documents at this "
+            f"checkpoint of the training, on the target's own answers and by simulation, not by routes: AL "
+            f"{story.validation['val_al']:.3f} greedy"
             + (f", {sampled:.3f} sampled" if sampled is not None else "")
             + f"; accuracy by position {_positions(story.validation.get('val_accuracy'))}."
         )
@@ -140,7 +144,8 @@ def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str) 
         f"    --speculative-num-draft-tokens {k + 1}"
     )
     where = "" if settings.push_to else " from inside this directory"
-    text = f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
+    named = "" if HUB_NAME.fullmatch(str(target)) else f"`{target}` stands for the target's own directory. "
+    text = named + f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
     if "speculators_config" in config:
         return text + "SGLang does not read this dialect (speculators); export it with `export.dialect=plain`."
     return text + f"With SGLang{where}:\n\n```bash\n{sglang}\n```"
@@ -176,7 +181,7 @@ def _trained(story: Story) -> str:
         "tokens": data.get("tokens"),
         "supervised rows": data.get("rows"),
         "supervised tokens in the features": totals.get("supervised_tokens"),
-        "draft vocabulary covers": training.get("coverage"),
+        "share of supervised tokens in the draft vocabulary": training.get("coverage"),
         "unroll steps": objective.get("unroll_steps"),
         "epochs": trainer.get("epochs"),
         "precision": trainer.get("precision"),
@@ -196,7 +201,7 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
     record, layer = read_json(directory / "export.json"), config.get("transformer_layer_config", config)
     k = draft_tokens(story, weights, settings)
     front = [f"license: {json.dumps(settings.license)}"] if settings.license else []
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.base_model or ""):
+    if HUB_NAME.fullmatch(settings.base_model or ""):
         front.append(f"base_model: {settings.base_model}")
     front += ["tags:", "- speculative-decoding", "- eagle3"]
     vocabulary, draft = layer["vocab_size"], config["draft_vocab_size"]

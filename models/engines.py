@@ -135,8 +135,8 @@ def speculators_config_json(plain: dict[str, Any], k: int, verifier: dict[str, A
         k: tokens to draft per round.
         verifier: name_or_path and architectures of the target.
     """
-    outside = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
-    outside += ("norm_output", "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings")
+    outside = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *flags)
     unread = ("architectures", "eagle_config", "rope_theta", "rope_scaling", "torch_dtype")
     layer = {key: value for key, value in plain.items() if key not in (*outside, *unread)}
     layer["rope_parameters"] = {

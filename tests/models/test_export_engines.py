@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ STEPS = 5
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 128}
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reduced vocabulary, default layers, grouped heads": ({}, {}),
     "full vocabulary": ({}, {"vocab": None}),
     "custom layers": ({}, {"layers": (1, 3, 6)}),
@@ -79,7 +80,7 @@ def check_reading(directory, engine, target, head) -> None:
 
 
 @pytest.mark.parametrize(("changes", "options"), CASES.values(), ids=CASES.keys())
-def test_b29_b33_b34_b36_every_engines_reading_gives_the_trainers_logits(make_target, tmp_path, changes, options):
+def test_b17_b29_b33_b34_b36_every_engines_reading_gives_the_trainers_logits(make_target, tmp_path, changes, options):
     target, head = save_trained(make_target(**changes), tmp_path / "checkpoint", **options)
     export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig(dtype="float32"))
     for engine in ENGINES:

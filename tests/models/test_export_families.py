@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.models.independent import ENGINES
 from tests.models.test_export_engines import check_reading
 
 DEFAULT = {"rope_type": "default", "rope_theta": 50_000.0}
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -60,7 +61,7 @@ VISION = {
     "patch_size": 14,
 }
 # module, classes' prefix, changes of the shape; MLP, head size, context and rope type of the head
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], tuple[int, int, int, str]]] = {
     "llama": ("llama", "Llama", {"rope_parameters": DEFAULT, "tie_word_embeddings": True}, (48, 8, 512, "default")),
     "qwen2": ("qwen2", "Qwen2", {"rope_parameters": DEFAULT}, (48, 8, 512, "default")),
     "qwen3": ("qwen3", "Qwen3", {"rope_parameters": DEFAULT, "head_dim": 16}, (48, 16, 512, "default")),
@@ -152,7 +153,7 @@ def test_b30_a_gemma_inside_a_multimodal_target_gets_the_head_of_its_text_model(
     from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForConditionalGeneration
 
-    text = {key: value for key, value in SHAPE.items() if key != "tie_word_embeddings"}
+    text: dict[str, Any] = {key: value for key, value in SHAPE.items() if key != "tie_word_embeddings"}
     text |= {"rope_parameters": GEMMA_ROPE, "head_dim": 16}
     model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4))
     model.float().save_pretrained(tmp_path / "target")
