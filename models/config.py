@@ -53,12 +53,13 @@ class DraftConfig:
 
     Attributes:
         vocab_size: size of the draft vocabulary; null or the target's size means no map at all.
-        intermediate_size: width of the head's MLP.
+        intermediate_size: width of the head's MLP; of a mixture of experts, null takes all that a token is sent to.
         num_attention_heads, num_key_value_heads, head_dim: attention of the head's one layer.
         norm_output: feed back the post-norm hidden state (EAGLE-3.1) instead of the pre-norm one.
         norm_before_fc: one RMSNorm over the concatenated aux planes before they are fused.
         fc_norm: one RMSNorm per aux plane before they are fused.
-        rope_parameters: overrides the target's rope (transformers 5 layout).
+        rope_parameters: overrides the target's rope (transformers 5 layout). Null takes the target's; where its
+            layers differ, that of those with full attention.
     """
 
     vocab_size: int | None = None
@@ -79,14 +80,33 @@ class ExportConfig:
     Attributes:
         checkpoint: "best" (by simulated acceptance length), "last", or a checkpoint directory.
         dtype: dtype of every float tensor in the export.
+        dialect: "plain", which vLLM and SGLang read, or "speculators", which vLLM reads.
+        k: tokens to draft per round that the model card and the speculators dialect name; null takes the steps
+            that the head was trained for, in the card the evaluation's best once there is one.
+        base_model: what the target is called where the export is read, its name on the hub say; null takes
+            target.path when it is such a name, else the name of its directory.
+        license: the license that the model card states; null states none.
+        push_to: owner/name on the hub to upload the export to, as a private repository unless it is there
+            already. The token comes from HF_TOKEN in the environment.
     """
 
     checkpoint: str = "best"
     dtype: str = "bfloat16"
+    dialect: str = "plain"
+    k: int | None = None
+    base_model: str | None = None
+    license: str | None = None
+    push_to: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"export.dtype={self.dtype} is not one of bfloat16, float16, float32")
+        if self.dialect not in ("plain", "speculators"):
+            raise ValueError(f"export.dialect={self.dialect} is not one of plain, speculators")
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"export.k={self.k} must be at least 1")
+        if self.push_to is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to):
+            raise ValueError(f"export.push_to={self.push_to} is not of the form owner/name")
 
 
 SECRET = re.compile(r"TOKEN(?!S|IZ)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)

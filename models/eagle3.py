@@ -64,22 +64,22 @@ class Eagle3Config:
         """The head's shape for a target: its own dimensions unless `draft` says otherwise.
 
         Raises:
-            Refused: heads that do not divide, an unknown rope type, a vocabulary larger than the target's.
+            Refused: heads that do not divide, an unknown rope type, a vocabulary larger than the target's, or a
+                target whose logits are not `lm_head(final plane)`.
         """
         config = target.config
-        missing = [key for key in ("rms_norm_eps", "intermediate_size") if getattr(config, key, None) is None]
-        if missing:
-            raise Refused(
-                f"{target.path}: its config has no {' and no '.join(missing)}; such targets are not supported"
-            )
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-            if getattr(config, key, None) not in (None, 1, 1.0):
-                raise Refused(f"{target.path}: {key}={getattr(config, key)} changes its logits; not supported yet")
+        if getattr(config, "rms_norm_eps", None) is None:
+            raise Refused(f"{target.path}: its config has no rms_norm_eps; such targets are not supported")
+        target.check_logits()
         heads = draft.num_attention_heads or config.num_attention_heads
         key_value_heads = draft.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
         if heads % key_value_heads:
             raise Refused(f"draft: {heads} attention heads do not divide into {key_value_heads} key-value heads")
         head_dim = draft.head_dim or getattr(config, "head_dim", None) or config.hidden_size // heads
+        if head_dim % 2:
+            raise Refused(f"draft: a head of {head_dim} cannot be rotated; set draft.head_dim to an even number")
+        own = draft.rope_parameters
+        rope = standardised(config.rope_parameters) if own is None else standardised(own, strict=True)
         vocab = draft.vocab_size or target.vocab_size
         if not 0 < vocab <= target.vocab_size:
             raise Refused(f"draft.vocab_size={vocab} must be between 1 and the target's {target.vocab_size}")
@@ -89,13 +89,13 @@ class Eagle3Config:
             vocab_size=target.vocab_size,
             draft_vocab_size=vocab,
             aux_layers=tuple(aux_layers),
-            intermediate_size=draft.intermediate_size or config.intermediate_size,
+            intermediate_size=draft.intermediate_size or target.mlp_width,
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=standardised(draft.rope_parameters or config.rope_parameters),
+            max_position_embeddings=target.context_length,
+            rope_parameters=rope,
             norm_output=draft.norm_output,
             norm_before_fc=draft.norm_before_fc,
             fc_norm=draft.fc_norm,
@@ -224,12 +224,12 @@ class Eagle3Head(nn.Module):
         return self.fc(self.planes(aux_TAP))
 
     def planes(self, aux_TAP: torch.Tensor) -> torch.Tensor:
-        """What fc reads [T, A * P]: the planes side by side, normed where the head norms them."""
+        """What fc reads [T, A * P]: the planes side by side, normed where the head norms them, all before each."""
+        if self.config.norm_before_fc:
+            aux_TAP = self.input_norm(aux_TAP.flatten(-2)).view_as(aux_TAP)
         if self.config.fc_norm:
-            planes = [norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)]
-            aux_TAP = torch.stack(planes, 1)
-        wide = aux_TAP.flatten(-2)
-        return self.input_norm(wide) if self.config.norm_before_fc else wide
+            aux_TAP = torch.stack([norm(aux_TAP[:, index]) for index, norm in enumerate(self.fc_norm)], 1)
+        return aux_TAP.flatten(-2)
 
     def compile_parts(self) -> None:
         """Fuse what is elementwise and reads memory more often than it computes: the norms and the gated MLP.

@@ -4,6 +4,9 @@ Ours: plane i is the residual stream after i decoder layers. vLLM takes such ids
 config.json. SGLang takes the 0-based number of the layer whose output is meant, one less, from the nested
 eagle_config. Both are always written, with their count and every norm flag, so that neither engine guesses.
 Both stay silent about missing tensors, so `expected_tensors` says what a file must hold.
+
+A config.json comes in two dialects. "plain" is what both engines read. "speculators" is the layout of that
+library, which vLLM reads too: the decoder layer described apart from the algorithm, layers.0 for midlayer.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from models.eagle3 import Eagle3Config
+from models.rope import yarn_scale
 
 
 def vllm_layer_ids(aux_layers: Sequence[int]) -> list[int]:
@@ -55,6 +59,44 @@ def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def tensor_name(name: str, dialect: str) -> str:
+    """A tensor's name in this dialect, from its plain one."""
+    return name.replace("midlayer.", "layers.0.") if dialect == "speculators" else name
+
+
+def plain_name(name: str) -> str:
+    """The inverse of `tensor_name`, whatever the dialect."""
+    return name.replace("layers.0.", "midlayer.")
+
+
+SHARED_KEYS = (
+    "hidden_size",
+    "target_hidden_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "norm_output",
+    "norm_before_fc",
+    "fc_norm",
+)
+"""What is called in config.json as it is here."""
+
+
+def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """The legacy `rope_scaling`, which both engines read; None when nothing is scaled."""
+    if rope["rope_type"] == "default":
+        return None
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if "attention_factor" in rope:  # SGLang does not read it, and multiplies the default by attn_factor
+        scaling["attn_factor"] = rope["attention_factor"] / yarn_scale(rope["factor"])
+    return scaling
+
+
 def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
     """config.json of a head that vLLM and SGLang both load.
 
@@ -62,26 +104,16 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
         dtype: of the float tensors; SGLang runs the head in what this says.
         special: bos_token_id and eos_token_id of the target, where it has them.
     """
-    rope = dict(config.rope_parameters)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    shared = {key: getattr(config, key) for key in SHARED_KEYS}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
-        "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **shared,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": _rope_scaling(config.rope_parameters),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -92,37 +124,54 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
             "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(config.aux_layers),
         },
         "norm_before_residual": False,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
         **special,
     }
 
 
+def speculators_config_json(plain: dict[str, Any], k: int, verifier: dict[str, Any]) -> dict[str, Any]:
+    """config.json in the speculators dialect, from the plain one.
+
+    Args:
+        k: tokens to draft per round.
+        verifier: name_or_path and architectures of the target.
+    """
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings")
+    outside = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *flags)
+    unread = ("architectures", "eagle_config", "rope_theta", "rope_scaling", "torch_dtype")
+    layer = {key: value for key, value in plain.items() if key not in (*outside, *unread)}
+    layer["rope_parameters"] = {
+        "rope_type": "default",
+        **(plain["rope_scaling"] or {}),
+        "rope_theta": plain["rope_theta"],
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "torch_dtype": plain["torch_dtype"],
+        **{key: plain[key] for key in outside},
+        "transformer_layer_config": layer,
+    }
+
+
 def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
-    """The inverse of `eagle3_config_json`, for exports of ours.
+    """The inverse of both, for exports of ours.
 
     Raises:
         KeyError: a key that an export of ours always has is missing.
     """
-    rope = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": values["rope_theta"]}
-    same = (
-        "hidden_size",
-        "target_hidden_size",
-        "vocab_size",
-        "draft_vocab_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "norm_output",
-        "norm_before_fc",
-        "fc_norm",
-    )
+    if layer := values.get("transformer_layer_config"):
+        rope, values = dict(layer["rope_parameters"]), {**layer, **values}
+    else:
+        rope = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": values["rope_theta"]}
+    rope.pop("attn_factor", None)
     return Eagle3Config(
         aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
         rope_parameters=rope,
-        **{key: values[key] for key in same},
+        **{key: values[key] for key in SHARED_KEYS},
     )

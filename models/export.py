@@ -3,12 +3,15 @@
 Both engines leave a missing tensor uninitialised without a word, so nothing is taken on trust here: every
 tensor is checked by name, shape and dtype against the head's configuration, the written file is read again
 and compared, and export.json records the hash and origin of each. Two exports of a checkpoint are equal byte
-for byte.
+for byte. A model card says what the head is worth and how it is served; a push to the hub happens when asked for.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +29,14 @@ from models.artefact import (
 from models.checkpoint import describe, load_head
 from models.config import ExportConfig
 from models.eagle3 import Eagle3Head
-from models.engines import eagle3_config_from_json, eagle3_config_json, expected_tensors
+from models.engines import (
+    eagle3_config_from_json,
+    eagle3_config_json,
+    expected_tensors,
+    plain_name,
+    speculators_config_json,
+    tensor_name,
+)
 from models.errors import Refused
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
@@ -68,8 +78,29 @@ def export_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tens
         if tuple(tensor.shape) != wanted[name]:
             raise Refused(f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted[name]}")
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise Refused(f"{name} holds values that are not finite; the checkpoint cannot be served")
+            raise Refused(f"{name} holds values that are not finite in {dtype}; the checkpoint cannot be served so")
     return tensors
+
+
+def export_config(head: Eagle3Head, target: Target, settings: ExportConfig) -> dict[str, Any]:
+    """config.json in the dialect that was asked for.
+
+    Raises:
+        Refused: the speculators dialect holds k, and none is known.
+    """
+    special = {
+        key: getattr(target.config, key)
+        for key in ("bos_token_id", "eos_token_id")
+        if getattr(target.config, key, None) is not None
+    }
+    plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
+    if settings.dialect == "plain":
+        return plain
+    if settings.k is None:
+        raise Refused("export.dialect=speculators says how many tokens to draft; set export.k")
+    architectures = getattr(target.config, "architectures", None) or []
+    verifier = {"name_or_path": settings.base_model or Path(target.path).name, "architectures": architectures}
+    return speculators_config_json(plain, settings.k, verifier)
 
 
 def export_head(checkpoint: Path, directory: Path, target: Target, settings: ExportConfig) -> bool:
@@ -78,24 +109,20 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     Raises:
         Refused: the checkpoint belongs to another target, or is not complete.
     """
-    identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), settings.dtype, describe(target)])
+    head, trained_for = load_head(checkpoint)
+    if trained_for != describe(target):
+        raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
+    config = export_config(head, target, settings)
+    identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), config, describe(target)])
     record = directory / "export.json"
     if all((directory / name).exists() for name in ("export.json", "config.json", "model.safetensors")):
         found = read_json(record)
         if found.get("identity") == identity and found.get("size") == (directory / "model.safetensors").stat().st_size:
             return False
-    head, trained_for = load_head(checkpoint)
-    if trained_for != describe(target):
-        raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
-    dtype = getattr(torch, settings.dtype)
-    tensors = export_tensors(head, dtype)
-    special = {
-        key: getattr(target.config, key)
-        for key in ("bos_token_id", "eos_token_id")
-        if getattr(target.config, key, None) is not None
-    }
+    plain = export_tensors(head, getattr(torch, settings.dtype))
+    tensors = {tensor_name(name, settings.dialect): tensor for name, tensor in plain.items()}
     with replacing_directory(directory) as temporary:
-        write_json(temporary / "config.json", eagle3_config_json(head.config, dtype, special))
+        write_json(temporary / "config.json", config)
         write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})
         written = load_file(temporary / "model.safetensors")
         unequal = [name for name in tensors if not torch.equal(tensors[name], written[name])]
@@ -132,22 +159,56 @@ def load_export(directory: Path) -> tuple[Eagle3Head, dict[str, str]]:
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     head = Eagle3Head(eagle3_config_from_json(config), None if d2t is None else ids_from_offsets(d2t))
-    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    head.load_state_dict({plain_name(name): tensor.float() for name, tensor in tensors.items()})
     return head, record["target"]
+
+
+def push(directory: Path, repository: str) -> None:
+    """Upload an export to the hub.
+
+    Raises:
+        Refused: there is no token, no network, or the hub refuses.
+    """
+    import httpx
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise Refused(f"export.push_to={repository} needs a network, and HF_HUB_OFFLINE is set")
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        raise Refused(f"export.push_to={repository} needs a token; set HF_TOKEN in the environment")
+    hub = HfApi(token=token)
+    try:
+        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="EAGLE-3 draft head")
+    except (OSError, httpx.HTTPError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Refused(f"export.push_to={repository}: the hub cannot be reached or refuses ({reason})") from None
 
 
 def main() -> None:
     """The command line."""
     from conf import Run, stage
+    from models.card import Story, write_card
     from models.target import describe_target
 
     def work(run: Run) -> bool:
         checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
-        directory = run.directory / "export"
-        if not export_head(checkpoint, directory, describe_target(run.target), run.export):
-            return False
-        print(f"exported {checkpoint.name} ({run.export.dtype}) to {directory}; vLLM and SGLang load it as it is")
-        return True
+        directory, target = run.directory / "export", describe_target(run.target)
+        story = Story.of(run.directory, checkpoint)
+        name = run.target.path if target.path != run.target.path else Path(target.path).name
+        settings = replace(run.export, base_model=run.export.base_model or name)
+        if settings.dialect == "speculators":  # config.json names k, and may not wait for an evaluation of itself
+            settings.k = settings.k or story.trained_steps
+        made = export_head(checkpoint, directory, target, settings)
+        told = write_card(directory, story, settings, run.target.dtype)
+        if made:
+            engines = "vLLM and SGLang load" if settings.dialect == "plain" else "vLLM loads"
+            print(f"exported {checkpoint.name} ({settings.dtype}) to {directory}; {engines} it as it is")
+        if settings.push_to:
+            push(directory, settings.push_to)
+            print(f"pushed {directory} to {settings.push_to}")
+        return made or told or settings.push_to is not None
 
     stage("export", work)
 

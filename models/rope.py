@@ -2,11 +2,13 @@
 
 The frequencies come from transformers itself. What is ours is the refusal: a rope type that the engines'
 draft classes do not compute in the same way, or a partial rotation, stops here instead of decaying
-acceptance at long context.
+acceptance at long context. Only keys that change the rotation are kept, and yarn's attention factor stands
+under one name, so that nothing is left for an engine to derive in its own way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,24 +18,61 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.errors import Refused
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
+}
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+}
+BY_LAYER = "full_attention"
+"""Of targets whose layers rotate differently (Gemma 3), the head takes the layers that see everything, as it does."""
 
 
-def standardised(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Rope parameters as a plain dict with `rope_type` and `rope_theta`.
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """What yarn multiplies cosines and sines by (arXiv 2309.00071, equation 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def standardised(parameters: Mapping[str, Any] | None, *, strict: bool = False) -> dict[str, Any]:
+    """Rope parameters as a plain dict with `rope_type`, `rope_theta` and what else the type reads.
+
+    Args:
+        parameters: in the layout of transformers 5, of one kind or by type of layer.
+        strict: refuse keys that the type does not read instead of leaving them behind.
 
     Raises:
-        Refused: the type is unknown, differs per layer, or rotates only part of a head.
+        Refused: the type is unknown or lacks a key, or only part of a head is rotated.
     """
-    values = dict(parameters or {})
-    kind = values.get("rope_type")
-    if kind not in SUPPORTED or "rope_theta" not in values:
+    values = {key: value for key, value in (parameters or {}).items() if value is not None}
+    if isinstance(values.get(BY_LAYER), Mapping):
+        values = {key: value for key, value in values[BY_LAYER].items() if value is not None}
+    if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise Refused(
-            f"rope parameters {values} are not of a supported type ({', '.join(SUPPORTED)} with a rope_theta); "
-            "set draft.rope_parameters"
+            f"rope parameters {parameters}: a partial_rotary_factor is not supported by the engines' heads; set "
+            "draft.rope_parameters to a rotation of their own, {rope_type: default, rope_theta: 10000.0} say"
         )
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Refused(f"partial_rotary_factor={values['partial_rotary_factor']} is not supported by the engines' heads")
+    kind = values.get("rope_type")
+    if kind not in REQUIRED:
+        known = ", ".join(REQUIRED)
+        raise Refused(f"rope parameters {parameters} are not of a supported type ({known}); set draft.rope_parameters")
+    if missing := [key for key in REQUIRED[kind] if key not in values]:
+        raise Refused(f"rope parameters {parameters} have no {', '.join(missing)}; set draft.rope_parameters")
+    read = {"rope_type", *REQUIRED[kind], *OPTIONAL.get(kind, ())}
+    if strict and (unknown := sorted(values.keys() - read)):
+        raise Refused(f"rope parameters of type {kind} do not know {', '.join(unknown)}; correct draft.rope_parameters")
+    return _one_attention_factor({key: value for key, value in values.items() if key in read})
+
+
+def _one_attention_factor(values: dict[str, Any]) -> dict[str, Any]:
+    """Yarn's attention factor explicit where it is not the default, instead of mscale and mscale_all_dim."""
+    own, mscale, all_dim = (values.pop(key, None) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if own is None and mscale and all_dim:  # the precedence of transformers and vLLM
+        own = yarn_scale(values["factor"], mscale) / yarn_scale(values["factor"], all_dim)
+    if own is not None and own != yarn_scale(values["factor"]):
+        values["attention_factor"] = own
     return values
 
 

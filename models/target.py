@@ -21,6 +21,12 @@ from models.artefact import fingerprint, read_json
 from models.config import TargetConfig
 from models.errors import Refused
 
+LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""What a target's configuration may do to `lm_head(final plane)` before it is its logits."""
+
+CENTRED_AT_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types whose norms multiply by 1 + weight."""
+
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 
 
@@ -56,6 +62,50 @@ class Target:
     def vocab_size(self) -> int:
         """Rows of the embedding (the padded vocabulary of config.json), V."""
         return self.config.vocab_size
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP that a token passes through: of a mixture of experts, of all that it is sent to.
+
+        Raises:
+            Refused: the configuration names no width.
+        """
+        config = self.config
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        width = (
+            experts > 1 and getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+        )
+        if not width:
+            raise Refused(f"{self.path}: its config has no intermediate_size; set draft.intermediate_size")
+        return experts * width
+
+    @property
+    def context_length(self) -> int:
+        """Longest context that an engine derives from the configuration: rope scaling stretches what it was made for.
+
+        The engines build a draft for the target's context and refuse one that is made for less.
+        """
+        longest = self.config.max_position_embeddings
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        for rope in (parameters, *(each for each in parameters.values() if isinstance(each, dict))):
+            if rope.get("rope_type") in ("linear", "yarn"):
+                unstretched = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+                longest = max(longest, int(unstretched * (rope.get("factor") or 1)))
+        return longest
+
+    def check_logits(self) -> None:
+        """Stop unless the target's logits are `lm_head(final plane)`, as training and evaluation take them.
+
+        Embeddings may be scaled (Gemma): the head norms what it looks up, and engines give it the plain rows.
+
+        Raises:
+            Refused: they are capped, scaled or shifted.
+        """
+        for key in LOGIT_KEYS:
+            if (value := getattr(self.config, key, None)) not in (None, 1, 1.0):
+                raise Refused(f"{self.path}: {key}={value} changes its logits; such targets are not supported")
+        if names := self._text_names("lm_head.bias"):
+            raise Refused(f"{self.path}: {names[0]} is added to its logits; such targets are not supported")
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -129,11 +179,12 @@ class Target:
         raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
     def load_final_norm(self) -> torch.Tensor:
-        """Weight of the norm before the output head, [H]."""
+        """What the norm before the output head multiplies by, [H]."""
         name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
         if name not in self._files:
             raise Refused(f"{self.path} has no {name}")
-        return self.read(name)
+        weight = self.read(name)
+        return weight + 1 if self.config.model_type in CENTRED_AT_ONE else weight
 
     @cached_property
     def weights_hash(self) -> str:
@@ -188,7 +239,7 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     """Planes that the head fuses, ascending; the engines' default (2, L // 2, L - 3) when none are requested.
 
     Raises:
-        Refused: the layers are not distinct, ascending and inside 1 .. L - 1.
+        Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1.
     """
     depth = target.num_layers
     layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
@@ -198,5 +249,9 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
         raise Refused(
             f"{origin} {list(layers)} must be distinct, ascending and inside 1..{depth - 1}; "
             "set target.aux_layers, for example target.aux_layers=[1,2]"
+        )
+    if len(layers) == 1:  # SGLang applies fc by the width of what comes in, and one plane is as wide as a feature
+        raise Refused(
+            f"target.aux_layers {list(layers)} must be two or more: SGLang skips the fusion of a single plane"
         )
     return layers

@@ -59,6 +59,7 @@ def main(run: Run) -> bool:
         "date": date.today().isoformat(),
         "target": run.target.path,
         "head": str(export),
+        "weights": weights,
         "machine": describe_machine(),
         "k": run.eval.k,
         "reference": measured["reference"],

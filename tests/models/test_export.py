@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.artefact import file_sha256, write_tensors
+from models.artefact import file_sha256, tensor_sha256, write_tensors
 from models.checkpoint import describe, load_head, save_head
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
@@ -17,88 +17,21 @@ from models.engines import eagle3_config_json, sglang_layer_ids, vllm_layer_ids
 from models.errors import Refused
 from models.export import export_head, load_export
 from models.target import describe_target
+from tests.models.heads import save_trained
 
 
 @pytest.fixture
 def trained(tiny_target_dir, tmp_path):
     """A head for the tiny target, saved as a training checkpoint."""
 
-    def make(vocab: int | None = 100, layers=(2, 4, 5), **draft):
-        target = describe_target(TargetConfig(path=str(tiny_target_dir), dtype="float32"))
-        config = Eagle3Config.for_target(target, layers, DraftConfig(vocab_size=vocab, **draft))
-        torch.manual_seed(0)
-        head = Eagle3Head(config, torch.arange(1, 301, 3) if vocab else None)
-        initialise(head, target, torch.randn(50, len(config.aux_layers), 64))
-        directory = tmp_path / "checkpoint"
-        directory.mkdir(exist_ok=True)
-        save_head(directory, head, describe(target))
-        return target, head, directory
+    def make(**options):
+        target, head = save_trained(tiny_target_dir, tmp_path / "checkpoint", **options)
+        return target, head, tmp_path / "checkpoint"
 
     return make
 
 
-def independent_logits(directory, embedding, tokens, aux) -> torch.Tensor:
-    """Step-0 draft logits over the target's vocabulary for every position, from the exported files alone."""
-    c = json.loads((directory / "config.json").read_text())
-    w = load_file(directory / "model.safetensors")
-
-    def norm(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[name]
-
-    n = len(tokens) - 1
-    planes = aux
-    if c["fc_norm"]:
-        planes = torch.stack([norm(aux[:, i], f"fc_norm.{i}.weight") for i in range(aux.shape[1])], 1)
-    planes = planes.flatten(1)
-    if c["norm_before_fc"]:
-        planes = norm(planes, "input_norm.weight")
-    feature = planes @ w["fc.weight"].T
-    embedded = norm(embedding[tokens[1:]], "midlayer.input_layernorm.weight")
-    x = torch.cat((embedded, norm(feature, "midlayer.hidden_norm.weight")), 1)
-    size, heads, groups = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
-    q, k, v = (
-        (x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(n, count, size)
-        for p, count in (("q", heads), ("k", groups), ("v", groups))
-    )
-    angles = torch.arange(n)[:, None] * c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def turn(t):
-        a, b = t[..., : size // 2], t[..., size // 2 :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    q, k = turn(q), turn(k)
-    out = torch.zeros(n, heads, size)
-    for h in range(heads):
-        g = h * groups // heads
-        scores = q[:, h] @ k[:, g].T / math.sqrt(size) + torch.full((n, n), -math.inf).triu(1)
-        out[:, h] = scores.softmax(-1) @ v[:, g]
-    residual = feature + out.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
-    y = norm(residual, "midlayer.post_attention_layernorm.weight")
-    gate, up = (y @ w[f"midlayer.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
-    hidden = residual + (gate * gate.sigmoid() * up) @ w["midlayer.mlp.down_proj.weight"].T
-    draft = norm(hidden, "norm.weight") @ w["lm_head.weight"].T
-    full = torch.full((n, c["vocab_size"]), -math.inf)
-    ids = torch.arange(draft.shape[1]) + (w["d2t"] if "d2t" in w else 0)
-    full[:, ids] = draft
-    return full
-
-
-@pytest.mark.parametrize("draft", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"head_dim": 24}])
-def test_b33_an_export_loaded_by_independent_code_gives_the_trainers_logits(trained, tmp_path, draft):
-    target, head, checkpoint = trained(**draft)
-    export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype="float32"))
-    embedding = target.load_embedding().float()
-    tokens, aux = torch.randint(3, 300, (14,)), torch.randn(14, 3, 64)
-    with torch.no_grad():
-        (step,) = head.unroll(tokens, aux, torch.zeros(14, dtype=torch.int64), [torch.arange(13)], embedding)
-        ours = head.lm_head(step.hidden_RH)
-    theirs = independent_logits(tmp_path / "export", embedding, tokens, aux[:13])
-    torch.testing.assert_close(theirs[:, head.ids_D], ours, rtol=1e-4, atol=1e-5)
-    assert theirs.isneginf().sum() == 13 * (target.vocab_size - 100)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_b28_b29_every_float_tensor_has_the_asked_dtype_and_the_map_holds_offsets(trained, tmp_path, dtype):
     target, head, checkpoint = trained()
     export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype=dtype))
@@ -107,6 +40,8 @@ def test_b28_b29_every_float_tensor_has_the_asked_dtype_and_the_map_holds_offset
     assert config["torch_dtype"] == dtype and config["tie_word_embeddings"] is False
     assert {str(t.dtype) for n, t in tensors.items() if n not in ("d2t", "t2d")} == {f"torch.{dtype}"}
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensors[name], tensor.to(getattr(torch, dtype)))
     ids = tensors["d2t"] + torch.arange(100)
     assert torch.equal(ids, head.ids_D) and torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
     assert "embed_tokens.weight" not in tensors
@@ -186,6 +121,35 @@ def test_a_head_with_a_missing_or_broken_tensor_is_refused(trained, tmp_path):
     write_tensors(checkpoint / "head.safetensors", tensors)
     with pytest.raises(Refused, match="missing"):
         load_head(checkpoint)
+
+
+def test_b28_a_weight_that_the_dtype_cannot_hold_is_refused(trained, tmp_path):
+    target, head, checkpoint = trained()
+    with torch.no_grad():
+        head.norm.weight[0] = 1e6
+    save_head(checkpoint, head, describe(target))
+    with pytest.raises(Refused, match="norm.weight holds values that are not finite in torch.float16"):
+        export_head(checkpoint, tmp_path / "export", target, ExportConfig(dtype="float16"))
+    assert export_head(checkpoint, tmp_path / "export", target, ExportConfig())
+
+
+def test_a_change_of_any_option_of_the_files_exports_again(trained, tmp_path):
+    target, _, checkpoint = trained()
+    for settings in (ExportConfig(), ExportConfig(dtype="float32"), ExportConfig(dialect="speculators", k=3)):
+        assert export_head(checkpoint, tmp_path / "export", target, settings) is True
+        assert export_head(checkpoint, tmp_path / "export", target, settings) is False
+    assert export_head(checkpoint, tmp_path / "export", target, ExportConfig(dialect="speculators", k=4)) is True
+
+
+def test_every_tensors_hash_and_origin_are_recorded(trained, tmp_path):
+    target, _, checkpoint = trained()
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig())
+    record = json.loads((tmp_path / "export" / "export.json").read_text())["tensors"]
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    assert record.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        origin = "draft vocabulary" if name in ("d2t", "t2d") else "checkpoint"
+        assert record[name] == {"dtype": str(tensor.dtype), "sha256": tensor_sha256(tensor), "origin": origin}
 
 
 def test_a_head_for_another_target_is_refused(trained, tmp_path, make_target):
