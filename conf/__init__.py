@@ -32,7 +32,7 @@ from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, Inspec
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
 from models.errors import Refused
-from serve_eval.config import EvalConfig
+from serve_eval.config import EvalConfig, GatewayConfig, MonitorConfig
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 
 
@@ -61,6 +61,8 @@ class Run:
     export: ExportConfig = field(default_factory=ExportConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     @property
     def directory(self) -> Path:

@@ -26,7 +26,9 @@ _DRAFTS = "vllm:spec_decode_num_drafts"
 _DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-_RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
+_QUEUE = "vllm:request_queue_time_seconds"
 
 
 class CounterReset(Refused):
@@ -43,6 +45,8 @@ class Counters:
         per_position: accepted tokens by draft position, first position first.
         created: when the server created the counters (seconds since the epoch), if it tells.
         busy: requests running or waiting in the engine at this moment.
+        waiting: those of them that wait.
+        queue_s, queued: seconds that requests have waited so far, and how many did.
     """
 
     drafts: int | None
@@ -51,6 +55,9 @@ class Counters:
     per_position: tuple[int, ...]
     created: float | None
     busy: int
+    waiting: int = 0
+    queue_s: float = 0.0
+    queued: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ def parse_counters(text: str) -> Counters:
         Refused: the text is not in Prometheus' format.
     """
     drafts: int | None = None
-    draft_tokens = accepted = busy = 0
+    draft_tokens = accepted = busy = waiting = queued = 0
+    queue_s = 0.0
     positions: dict[int, int] = {}
     created: list[float] = []
     try:
@@ -112,12 +120,37 @@ def parse_counters(text: str) -> Counters:
                     positions[position] = positions.get(position, 0) + int(value)
                 elif name == f"{_DRAFTS}_created":
                     created.append(value)
-                elif name in _RUNNING:
+                elif name == _RUNNING:
                     busy += int(value)
+                elif name == _WAITING:
+                    waiting += int(value)
+                elif name == f"{_QUEUE}_sum":
+                    queue_s += value
+                elif name == f"{_QUEUE}_count":
+                    queued += int(value)
     except (ValueError, KeyError) as error:
         raise Refused(f"the server's /metrics is not in Prometheus' text format ({error})") from None
     per_position = tuple(positions.get(position, 0) for position in range(max(positions, default=-1) + 1))
-    return Counters(drafts, draft_tokens, accepted, per_position, max(created, default=None), busy)
+    return Counters(
+        drafts,
+        draft_tokens,
+        accepted,
+        per_position,
+        max(created, default=None),
+        busy + waiting,
+        waiting,
+        queue_s,
+        queued,
+    )
+
+
+def queue_wait_ms(before: Counters, after: Counters) -> float | None:
+    """Mean wait in the engine's queue of the requests that left it between two readings; None when none did.
+
+    A server that restarted in between has counted anew, which is None as well.
+    """
+    left = after.queued - before.queued
+    return 1e3 * (after.queue_s - before.queue_s) / left if left > 0 and after.queue_s >= before.queue_s else None
 
 
 def difference(before: Counters, after: Counters) -> Acceptance | None:

@@ -24,7 +24,9 @@ class Behaviour:
     """What the stub does.
 
     tokens_per_chunk tokens per chunk, chunk_ms apart, `tokens` in all; the answer's ids depend on the prompt
-    alone. `mishap` maps a prompt's first id to "http500", "error event", "hang" or "cut".
+    alone. `mishap` maps a prompt's first id (or "any") to "http500", "error event", "hang", "cut", "mute" (headers,
+    then the connection's end), "slow" (a second before the first chunk), or "late" (waits for `Stub.go` before it).
+    `own_figures` tells a request's own acceptance beside its usage; `headers` are sent with each answer.
     """
 
     tokens: int = 12
@@ -39,6 +41,9 @@ class Behaviour:
     accepted_per_draft: int = 2
     reset_after: int | None = None
     change_answers: bool = False
+    own_figures: bool = False
+    waiting: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
     start_delay_s: float = 0.0
     fail_start: str | None = None
     spawn_child: str | None = None
@@ -56,6 +61,8 @@ class Stub(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.drafted, self.accepted, self.created, self.served = 100, 250, 1.0, 0
         self.in_flight = self.most_in_flight = 0
+        self.heard: list[dict[str, str]] = []
+        self.queue_s, self.healthy, self.go = 0.0, True, threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -78,8 +85,10 @@ class Handler(BaseHTTPRequestHandler):
             self._plain(200, '{"version": "0.0.stub"}')
         elif self.path == "/metrics":
             self._plain(200, metrics(stub) if stub.behaviour.drafts else "# nothing here\n")
+        elif self.path == "/health":
+            self._plain(200 if stub.healthy else 503, "")
         else:
-            self._plain(200, "")
+            self._plain(200, json.dumps({"path": self.path}))
 
     def _event(self, value: Any) -> None:
         data = (f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n").encode()
@@ -91,10 +100,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with stub.lock:
             stub.bodies.append(body)
+            stub.heard.append({name.lower(): value for name, value in self.headers.items()})
             stub.in_flight += 1
             stub.most_in_flight = max(stub.most_in_flight, stub.in_flight)
         try:
-            self._answer(body, behaviour, behaviour.mishap.get(str(body["prompt"][0])))
+            mishap = behaviour.mishap.get(str(body["prompt"][0]), behaviour.mishap.get("any"))
+            self._answer(body, behaviour, mishap)
         except (BrokenPipeError, ConnectionResetError):
             pass
         finally:
@@ -107,7 +118,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
+        for name, value in behaviour.headers.items():
+            self.send_header(name, value)
         self.end_headers()
+        if mishap == "mute":
+            self.close_connection = True
+            return
+        if mishap == "slow":
+            time.sleep(1)
+        if mishap == "late":
+            self.server.go.wait(60)
         if behaviour.empty_first_delta:
             self._event(
                 {"choices": [{"text": "", "finish_reason": None} | ({"token_ids": []} if behaviour.ids else {})]}
@@ -134,7 +154,9 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [choice | ({"token_ids": ids} if behaviour.ids else {})]})
         self._book(behaviour)
         if behaviour.usage:
-            self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": count}})
+            drafted = {"num_spec_steps": 10, "num_accepted_draft_tokens": 10 * behaviour.accepted_per_draft}
+            told = {"metrics": {"speculative_decoding": drafted}} if behaviour.own_figures else {}
+            self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": count}} | told)
         self._event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
@@ -152,6 +174,9 @@ def metrics(stub: Stub) -> str:
     name, labels = "vllm:spec_decode_num", 'engine="0",model_name="target"'
     per = stub.behaviour.accepted_per_draft
     lines = [f"vllm:num_requests_running{{{labels}}} 0.0"]
+    lines.append(f"vllm:num_requests_waiting{{{labels}}} {float(stub.behaviour.waiting)}")
+    lines.append(f"vllm:request_queue_time_seconds_sum{{{labels}}} {stub.queue_s}")
+    lines.append(f"vllm:request_queue_time_seconds_count{{{labels}}} {float(stub.served)}")
     for suffix, value in (
         ("drafts", stub.drafted),
         ("draft_tokens", 4 * stub.drafted),

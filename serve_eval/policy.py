@@ -1,0 +1,320 @@
+"""`python -m serve_eval.policy experiment=demo`: from a measurement to policy.yaml, where to speculate and where not.
+
+Per route and load level the policy names the method and k to use, with the numbers behind it. It claims nothing
+that was not measured: a load between two measured concurrencies is judged by the higher one (gains shrink with
+load), a load above the highest is "none", and so is every level at which the interval of the gain holds 1.0.
+
+The interval comes from the requests of the two windows, as long as a cell is measured once: each prompt was sent
+with and without speculation at the same concurrency, and Student's t over the logarithms of its two speeds (output
+tokens per second of that request, queueing included) gives the range of their geometric mean. Two prompts are then
+hardly evidence, and the policy says "none": more of them (`eval.requests_per_route`) are the cure. Not in it: that
+the machine drifted between the windows.
+
+A gain depends on acceptance, and acceptance on traffic, which changes. With k and load as they are, the speedup is
+proportional to AL, so the gain is gone at AL / speedup: that is `min_al`, below which the gateway falls back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from models.artefact import read_json, write_bytes
+from models.errors import Refused
+
+CONFIDENCE = 0.95
+POOLED = "all"
+"""The route that stands for all traffic, and for requests whose label the policy does not know."""
+
+INTERVAL_FROM = "Student's t over paired log speeds of the same prompts with and without speculation, one window each"
+
+# 0.975 quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal's with its first correction
+_T = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+
+
+@dataclass
+class Level:
+    """What to do while a server has up to `up_to` requests in flight, the new one included.
+
+    Attributes:
+        method, k: what to use; "none" and 0 where speculation does not surely pay.
+        candidate: the method and k that the numbers are about.
+        speedup: output tokens/s of the candidate over the same server without it.
+        interval: range of the gain at the policy's confidence; null when it cannot be told.
+        requests: prompts behind the interval.
+        tokens_per_s: without and with the candidate.
+        al: the candidate's measured acceptance length.
+        min_al: acceptance length at which the gain is gone; null where there is none.
+    """
+
+    up_to: int
+    method: str = "none"
+    k: int = 0
+    candidate: str = ""
+    speedup: float | None = None
+    interval: list[float] | None = None
+    requests: int = 0
+    tokens_per_s: list[float] | None = None
+    al: float | None = None
+    min_al: float | None = None
+
+
+@dataclass
+class RoutePolicy:
+    """A route's levels, ascending, and the share of its traffic that may speculate (gradual rollout)."""
+
+    share: float = 1.0
+    levels: list[Level] = field(default_factory=list)
+
+    def level(self, load: int) -> Level | None:
+        """The level that a server with `load` requests in flight is on; None above all measured ones."""
+        return next((level for level in self.levels if load <= level.up_to), None)
+
+
+@dataclass
+class Policy:
+    """policy.yaml.
+
+    Attributes:
+        confidence, interval_from: of the levels' intervals.
+        max_queue_wait_ms: mean wait in a speculating server's queue above which nothing more is sent there: the
+            longest p95 of TTFT of the levels that are on. What waits longer is in a state that was not measured.
+        window_drafts: drafting steps over which a route's live AL is taken; it is judged from a quarter on.
+        probe_every: of the requests that are kept from speculation because AL fell, every so many-th is sent to it
+            all the same, so that a recovery is seen.
+        routes: label -> levels; "all" serves what has no label or an unknown one.
+        flags: method and k -> arguments for each engine.
+    """
+
+    format: int = 1
+    date: str = ""
+    target: str = ""
+    head: str = ""
+    engine: str = ""
+    machine: str = ""
+    confidence: float = CONFIDENCE
+    interval_from: str = INTERVAL_FROM
+    max_queue_wait_ms: float | None = None
+    window_drafts: int = 2000
+    probe_every: int = 20
+    routes: dict[str, RoutePolicy] = field(default_factory=dict)
+    flags: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    def route(self, label: str | None) -> str:
+        """The policy's name for a request's label."""
+        return label if label in self.routes else POOLED
+
+
+def t_quantile(degrees: int) -> float:
+    """The 0.975 quantile of Student's t."""
+    return _T[degrees - 1] if degrees <= len(_T) else 1.95996 + 2.3722 / degrees + 2.8225 / degrees**2
+
+
+def _speeds(cells: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """(route, prompt) -> its output tokens per second, from sending to the last token."""
+    found = {}
+    for cell in cells:
+        for request in cell["outcomes"]:
+            if request["failed"] is None and request["tokens"] and request["ttft_ms"] is not None:
+                seconds = (request["ttft_ms"] + sum(request["itl_ms"])) / 1e3
+                found[cell["route"], request["id"]] = request["tokens"] / seconds
+    return found
+
+
+def paired_interval(
+    base: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
+) -> tuple[list[float] | None, int]:
+    """Range of the gain from windows (records of cells.jsonl) with and without speculation, and its prompts.
+
+    None for a range when there are fewer than two prompts that both sides answered.
+    """
+    before, after = _speeds(base), _speeds(ours)
+    logs = np.array([math.log(after[each] / before[each]) for each in before if each in after])
+    if len(logs) < 2:
+        return None, len(logs)
+    half = t_quantile(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    middle = float(logs.mean())
+    return [round(math.exp(middle - half), 4), round(math.exp(middle + half), 4)], len(logs)
+
+
+def engine_flags(method: str, k: int, head: str) -> dict[str, list[str]]:
+    """Arguments that put a method into vLLM and SGLang, counters and per-request figures included.
+
+    Raises:
+        Refused: a method other than eagle3.
+    """
+    if method != "eagle3":
+        raise Refused(f"no engine flags are known for method {method!r}")
+    speculation = json.dumps({"method": method, "model": head, "num_speculative_tokens": k}, separators=(",", ":"))
+    return {
+        "vllm": ["--speculative-config", speculation, "--per-request-spec-decode-metrics", "summary"],
+        "sglang": [
+            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head),
+            *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(k + 1), "--enable-metrics"),  # the root token counts
+        ],
+    }
+
+
+def _windows(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], Any]:
+    """The records that the summary's cells were made from, told by their duration: the file may hold older ones."""
+    durations = {
+        (cell["method"], cell["concurrency"], cell["route"]): cell["seconds"] for cell in summary["served"]["cells"]
+    }
+    found = {}
+    for record in records:
+        place = (record["method"], record["concurrency"], record["route"])
+        if durations.get(place) == round(record["seconds"], 6):
+            found[place] = record
+    return found
+
+
+def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> Policy:
+    """Decide, per route and measured concurrency, from summary.json and the windows in cells.jsonl.
+
+    Raises:
+        Refused: the summary has no served part, or windows of it are missing.
+    """
+    served = summary.get("served")
+    if not served:
+        raise Refused("the evaluation measured no server, so there is nothing to decide; run it with an engine")
+    cells = {(cell["method"], cell["concurrency"], cell["route"]): cell for cell in served["cells"]}
+    windows = _windows(summary, records)
+    routes = list(dict.fromkeys(route for _, _, route in cells))
+    labels = [route for route in routes if route != POOLED]
+    methods = [method for method in dict.fromkeys(method for method, _, _ in cells) if method != "none"]
+    k = int(served["k"])
+
+    def group(method: str, c: int, route: str) -> list[Any]:
+        names = labels if route == POOLED else [route]
+        missing = [name for name in names if (method, c, name) not in windows]
+        if missing:
+            raise Refused(
+                f"cells.jsonl holds no window of {method} at concurrency {c} on {', '.join(missing)} that the summary "
+                "was made from; run serve_eval again"
+            )
+        return [windows[method, c, name] for name in names]
+
+    def judge(method: str, c: int, route: str) -> Level:
+        plain, ours = cells["none", c, route], cells[method, c, route]
+        speeds = [plain["output_tokens_per_s"], ours["output_tokens_per_s"]]
+        interval, requests = paired_interval(group("none", c, route), group(method, c, route))
+        level = Level(up_to=c, candidate=f"{method}-k{k}", interval=interval, requests=requests, al=ours["al"])
+        if None not in speeds and speeds[0] > 0:
+            level.tokens_per_s, level.speedup = speeds, round(speeds[1] / speeds[0], 4)
+        if level.speedup and level.speedup > 1 and interval and interval[0] > 1:
+            level.method, level.k = method, k
+            level.min_al = None if level.al is None else round(level.al / level.speedup, 4)
+        return level
+
+    policy = Policy(
+        date=str(summary.get("date", "")),
+        target=str(summary["target"]),
+        head=str(summary["head"]),
+        engine=f"{served['engine']} {served['version']}",
+        machine=str(summary.get("machine", "")),
+        flags={f"{method}-k{k}": engine_flags(method, k, str(summary["head"])) for method in methods},
+    )
+    waits = []
+    for route in routes:
+        levels = []
+        for c in sorted({c for _, c, _ in cells}):
+            judged = [judge(method, c, route) for method in methods]
+            best = max(judged, key=lambda level: (level.method != "none", level.speedup or 0.0))
+            if best.method != "none":
+                waits.append(cells[best.method, c, route]["ttft_ms"]["p95"])
+            levels.append(best)
+        policy.routes[route] = RoutePolicy(levels=levels)
+    policy.max_queue_wait_ms = max((wait for wait in waits if wait is not None), default=None)
+    return policy
+
+
+def write_policy(policy: Policy, path: Path) -> None:
+    """Write `policy` as YAML, atomically."""
+    head = "# Where speculation pays, as measured; made by `python -m serve_eval.policy`, read by the gateway.\n"
+    write_bytes(path, (head + OmegaConf.to_yaml(OmegaConf.structured(policy))).encode())
+
+
+def read_policy(path: Path) -> Policy:
+    """Read policy.yaml, as made or edited by hand.
+
+    Raises:
+        Refused: no such file, an unknown key, a wrong type, no route "all", levels out of order, a bad share.
+    """
+    if not path.exists():
+        raise Refused(f"no policy at {path}; make one with `python -m serve_eval.policy`, or name one: gateway.policy")
+    try:
+        policy = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Policy), OmegaConf.load(path)))
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise Refused(f"{path} is no policy: {' '.join(str(error).split())}") from None
+    assert isinstance(policy, Policy)
+    if policy.format != 1:
+        raise Refused(f"{path}: format {policy.format} is not 1, the only one that is known here")
+    if POOLED not in policy.routes:
+        raise Refused(f"{path} has no route {POOLED!r}, which serves requests without a label")
+    for name in ("window_drafts", "probe_every"):
+        if getattr(policy, name) < 1:
+            raise Refused(f"{path}: {name}={getattr(policy, name)} must be at least 1")
+    for label, route in policy.routes.items():
+        ends = [level.up_to for level in route.levels]
+        if ends != sorted(set(ends)) or not 0 <= route.share <= 1:
+            raise Refused(f"{path}: route {label} needs ascending up_to (they are {ends}) and a share of 0 to 1")
+        for level in route.levels:
+            if (level.method == "none") != (level.k == 0):
+                raise Refused(f"{path}: route {label} up to {level.up_to}: k is 0 exactly for method none")
+    return policy
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The windows of cells.jsonl; a torn last line is left out.
+
+    Raises:
+        Refused: there is no such file, or a line of it is no record.
+    """
+    if not path.exists():
+        raise Refused(f"{path} is not there; run serve_eval with an engine first")
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return [json.loads(line) for line in lines if line]
+    except ValueError:
+        raise Refused(f"{path} holds a line that is no JSON; delete the file and measure again") from None
+
+
+def show(policy: Policy) -> str:
+    """The policy as lines for a terminal: a row per route and level."""
+    told = []
+    for label, route in policy.routes.items():
+        for level in route.levels:
+            gain = "n/a" if level.speedup is None else f"{level.speedup:.2f}x"
+            within = "n/a" if level.interval is None else "{:.2f}..{:.2f}".format(*level.interval)
+            use = "off" if level.method == "none" else f"{level.method} k={level.k}, while AL >= {level.min_al}"
+            told.append(f"{label:12} up to {level.up_to:4}: {gain:>6} ({within}, {level.requests} prompts): {use}")
+    return "\n".join(told)
+
+
+if __name__ == "__main__":
+    from conf import Run, stage
+
+    def main(run: Run) -> None:
+        """Write policy.yaml beside the summary."""
+        directory = run.directory / "eval"
+        if not (directory / "summary.json").exists():
+            raise Refused(f"no {directory / 'summary.json'}; run `python -m serve_eval` first")
+        policy = make_policy(read_json(directory / "summary.json"), read_records(directory / "cells.jsonl"))
+        write_policy(policy, directory / "policy.yaml")
+        print(f"{show(policy)}\npolicy: {directory / 'policy.yaml'}")
+
+    stage("policy", main)
