@@ -19,7 +19,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -33,6 +32,7 @@ import httpx
 
 from models.artefact import read_json
 from models.errors import Refused
+from models.ports import claim_port
 from serve_eval.config import EngineConfig, masked_arguments, masked_variables
 from serve_eval.counters import Counters, parse_counters
 from serve_eval.load import PLAIN
@@ -205,12 +205,6 @@ def show(words: list[str], variables: Mapping[str, str]) -> str:
     )
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_until_healthy(server: Server, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
@@ -318,7 +312,7 @@ def serving(
         Refused: the interpreter is missing, or the server does not become healthy; the message holds its own
             last lines and the path of its log.
     """
-    port = _free_port(engine.host)
+    port = claim_port(engine.host)
     words, variables = command(engine, target_path, method, head, k, port), own_environment(engine)
     environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_JOB}
     environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
