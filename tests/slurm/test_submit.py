@@ -173,6 +173,23 @@ def test_a_run_of_the_same_name_elsewhere_is_another_run(stub: Slurm, overrides:
     assert stages_of(stub) == STAGES
 
 
+def test_b42_a_run_is_one_folder_whenever_it_is_submitted_and_jobs_start_where_it_was(
+    stub: Slurm, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = ["root=runs" if word.startswith("root=") else word for word in overrides]
+    slurm.submit.main(relative)
+    slurm.submit.main(relative)
+    jobs = stub.submitted()
+    assert {stub.environment(job)["DRAFTSMITH_RUN"] for job in jobs} == {str(tmp_path / "runs/mine")}
+    assert {stub.environment(job)["PWD"] for job in jobs} == {str(tmp_path)}
+    for words in jobs.values():
+        assert option(words, "chdir") is None, "relative paths of data are from here"
+        assert words[-len(relative) :] == relative
+    first, second = ([word for word in jobs[job] if not word.startswith("--dep")] for job in (102, 106))
+    assert first == second, "nothing in a job's words or paths is of the moment"
+
+
 def test_other_settings_make_a_stage_and_all_after_it_run_again(stub: Slurm, overrides: list[str], run: Path) -> None:
     finish(run, overrides, *STAGES)
     slurm.submit.main([*overrides, "eval.k=3", "cluster=gpu"])

@@ -172,7 +172,7 @@ def test_only_what_is_missing_is_submitted_and_a_cancelled_stage_stops_the_chain
         cluster.wait(job)
 
 
-def test_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
+def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     cluster: Cluster, straight: Path, settings: list[str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once by `scontrol requeue`, once by USR1 before its time limit, until which its processes are held."""
