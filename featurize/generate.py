@@ -23,14 +23,16 @@ asks running OpenAI-compatible servers that serve the target under the name `gen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ from models.errors import Refused
 from models.target import Target, describe_target
 
 log = logging.getLogger(__name__)
+
+Start = Callable[[], AbstractContextManager[Sequence[str]]]
+"""Starts servers; the context has their base URLs, and stops them when it is left."""
 
 ATTEMPTS = 12
 """User turns sampled for one turn before it is given up."""
@@ -381,8 +386,11 @@ def check_identity(config: GenerateConfig, target: Target, output: Path) -> None
         raise Refused(f"{output} was begun by another target or with other settings; choose another generate.output")
 
 
-def fill_and_pack(config: GenerateConfig, settings: TargetConfig) -> bool:
+def fill_and_pack(config: GenerateConfig, settings: TargetConfig, servers: Start | None = None) -> bool:
     """Fill what is missing of `config.output`, then write its .gz; False when both are there already.
+
+    Args:
+        servers: starts servers to ask in place of `config.urls`; called when there is something to ask.
 
     Raises:
         Refused: no tokenizer or chat template in the target, servers that keep failing, or an output that was begun
@@ -403,7 +411,9 @@ def fill_and_pack(config: GenerateConfig, settings: TargetConfig) -> bool:
         done = {row["id"] for path in (output, failed_file(output)) for row in Rows(path).new()}
         if all(slot.id in done for slot in slots) and is_packed():
             return False
-    discarded = asyncio.run(generate(config, load_renderer(target, settings), target, slots, claims))
+    renderer = load_renderer(target, settings)
+    with contextlib.nullcontext(config.urls) if servers is None else servers() as urls:
+        discarded = asyncio.run(generate(replace(config, urls=list(urls)), renderer, target, slots, claims))
     for reason, count in discarded.most_common():
         log.info("discarded: %d x %s", count, reason)
     with claims.common():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import subprocess
@@ -161,13 +162,36 @@ fill_and_pack(GenerateConfig(**settings), TargetConfig(path=sys.argv[2], dtype="
 """
 
 
+def test_servers_of_its_own_are_started_only_when_something_is_missing_and_always_stopped(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def own() -> Iterator[list[str]]:
+        told.append("started")
+        try:
+            yield [server.url]
+        finally:
+            told.append("stopped")
+
+    config.urls = ["http://127.0.0.1:9/v1"]
+    server.status = lambda _text: 500
+    with pytest.raises(Refused):
+        fill_and_pack(config, target, own)
+    server.status = lambda _text: 200
+    assert fill_and_pack(config, target, own)
+    assert not fill_and_pack(config, target, own)
+    assert told == ["started", "stopped"] * 2
+
+
 def test_processes_at_once_share_the_slots_and_ask_for_none_twice(
     config: GenerateConfig, server: Server, target: TargetConfig
 ) -> None:
     config.conversations, config.concurrency = 60, 2
     arguments = [sys.executable, "-c", FILL, json.dumps(asdict(config)), target.path]
-    processes = [subprocess.Popen(arguments) for _ in range(3)]
-    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(arguments) for _ in range(2)]
+    assert [process.wait(300) for process in processes] == [0, 0]
     assert [row["id"] for row in packed(config)] == [slot.id for slot in plan_slots(config)]
     asked = Counter((request["text"], request["seed"]) for request in server.requests)
     assert set(asked.values()) == {1}
