@@ -33,6 +33,7 @@ from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
 from models.errors import Refused
 from serve_eval.config import EvalConfig, GatewayConfig, MonitorConfig
+from slurm.config import ClusterConfig
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 
 
@@ -44,11 +45,13 @@ class Run:
         name: the run's name; with `root` it fixes every path, so a second launch resumes the first.
         root: folder of all runs.
         cache: folder of prepared targets.
+        dry_run: `python -m slurm.submit` shows what it would submit, and submits nothing.
     """
 
     name: str = "???"
     root: str = "runs"
     cache: str = "~/.cache/draftsmith"
+    dry_run: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -63,6 +66,7 @@ class Run:
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def directory(self) -> Path:
@@ -106,6 +110,7 @@ def resolved(run: Run) -> dict[str, Any]:
     engine = values["engine"]
     engine["environment"] = masked_variables(engine["environment"])
     engine["arguments"] = masked_arguments(engine["arguments"])
+    values["cluster"]["environment"] = masked_variables(values["cluster"]["environment"])
     return {str(key): value for key, value in values.items()}
 
 
@@ -156,12 +161,18 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def stage(name: str, work: Callable[[Run], bool | None], *, shared: bool = False) -> None:
+def stage(
+    name: str,
+    work: Callable[[Run], bool | None],
+    *,
+    shared: bool = False,
+    sweep: Callable[[list[str]], int] | None = None,
+) -> None:
     """Run one stage from the command line: compose, check, work, and speak in single lines.
 
     `work` returns whether there was anything to do; if so its seconds go into the run's timings.json. A command that
     only shows something returns None, and leaves no trace. Several launches at once are refused, unless the stage is
-    `shared` and sees to that itself.
+    `shared` and sees to that itself. `sweep` is given the overrides of a --multirun and returns an exit code.
     Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -198,7 +209,15 @@ def stage(name: str, work: Callable[[Run], bool | None], *, shared: bool = False
             _leave(1 if line is None else 2)
 
     arguments = get_args_parser().parse_args()
-    if not (arguments.multirun or arguments.help or arguments.hydra_help or arguments.info or arguments.cfg):
+    if arguments.multirun:
+        try:
+            if sweep is None:
+                raise Refused("--multirun is for training; the other stages have nothing to sweep")
+            sys.exit(sweep(arguments.overrides))
+        except Refused as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            sys.exit(2)
+    if not (arguments.help or arguments.hydra_help or arguments.info or arguments.cfg):
         try:
             load(arguments.overrides)
         except Refused as error:

@@ -12,6 +12,9 @@ again and again) is appended to `*.failed.jsonl` with the reason and not asked f
 a run that is stopped goes on with the slots that are in neither. `pack` writes the result in the order of the plan,
 compressed, equal for equal contents. Servers that answer nobody stop the run, and nothing is recorded as failed.
 
+Run many times at once, on any machines that see the folder, the processes share the slots: each is claimed while it is
+filled, and all see one another's rows. Each process returns when all slots are done.
+
     python -m featurize.generate experiment=demo 'generate.urls=[http://127.0.0.1:8000/v1]'
 
 asks running OpenAI-compatible servers that serve the target under the name `generate.model`.
@@ -20,23 +23,26 @@ asks running OpenAI-compatible servers that serve the target under the name `gen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import json
 import logging
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from featurize.claims import Claims
 from featurize.config import DataConfig, GenerateConfig, RouteConfig
 from featurize.conversations import Conversation, Refusals, Unusable
+from featurize.rows import Rows, append, mend
 from featurize.sources import describe_sources, read_conversations
 from featurize.spans import Renderer
 from featurize.speakers import InProcess, Servers, Speaker, Unanswered, Unfilled
@@ -47,6 +53,9 @@ from models.errors import Refused
 from models.target import Target, describe_target
 
 log = logging.getLogger(__name__)
+
+Start = Callable[[], AbstractContextManager[Sequence[str]]]
+"""Starts servers; the context has their base URLs, and stops them when it is left."""
 
 ATTEMPTS = 12
 """User turns sampled for one turn before it is given up."""
@@ -268,77 +277,79 @@ def failed_file(output: Path) -> Path:
     return output.with_name(output.stem + ".failed.jsonl")
 
 
-def read_finished(output: Path) -> list[dict[str, Any]]:
-    """Rows already in `output`; a torn last line (a killed run) is dropped from the file."""
-    if not output.exists():
-        return []
-    lines = output.read_bytes().split(b"\n")
-    if lines[-1]:
-        write_bytes(output, b"\n".join([*lines[:-1], b""]))
-    return [json.loads(line) for line in lines[:-1] if line]
+async def generate(
+    config: GenerateConfig, renderer: Renderer, target: Target, slots: Sequence[Slot], claims: Claims
+) -> Counter[str]:
+    """Fill every slot that is missing in `config.output`; returns counts of discards and failures by reason.
 
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add one JSON line in one write, flushed to disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(descriptor, json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-async def generate(config: GenerateConfig, renderer: Renderer, target: Target) -> Counter[str]:
-    """Fill every missing slot of `config.output`; returns counts of discards and failures by reason.
+    First come the slots that no other process is at. Then we wait for those, and fill them if that process has died.
 
     Raises:
         Refused: slot after slot fails; what was filled stays, and none of these is recorded as failed.
     """
     output = Path(config.output).expanduser()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    finished, failed = read_finished(output), read_finished(failed_file(output))
-    done = {row["id"] for row in [*finished, *failed]}
-    slots = plan_slots(config)
-    todo = iter([slot for slot in slots if slot.id not in done])
+    finished, failed, done = Rows(output), Rows(failed_file(output)), set[str]()
     limits = httpx.Limits(max_connections=config.concurrency)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         speaker = Servers(config, client) if config.urls else InProcess(target, renderer)
         generator = Generator(config, renderer, speaker)
-        users = (m for row in finished for m in row["messages"] if m["role"] == "user")
-        generator.seen.update(normalised(message["content"]) for message in users)
         filled = 0
         unrecorded: list[dict[str, Any]] = []
 
+        def look() -> None:
+            rows = finished.new()
+            done.update(row["id"] for row in [*rows, *failed.new()])
+            users = (m for row in rows for m in row["messages"] if m["role"] == "user")
+            generator.seen.update(normalised(message["content"]) for message in users)
+
         def record_failures() -> None:
             while unrecorded:
-                append(failed_file(output), unrecorded.pop(0))
+                append(failed_file(output), unrecorded.pop(0), claims)
 
-        async def worker() -> None:
+        async def fill(slot: Slot) -> None:
             nonlocal filled
-            for slot in todo:
-                try:
-                    row = await generator.fill(slot)
-                except Unfilled as error:
-                    generator.discarded["slot given up"] += 1
-                    unrecorded.append({"id": slot.id, "route": slot.route, "reason": str(error)})
-                    if not isinstance(error, Unanswered):
-                        record_failures()
-                    elif len(unrecorded) >= FAILURES:
-                        raise Refused(f"slot after slot fails, the last one: {error}") from None
-                    continue
-                append(output, row)
-                record_failures()
-                filled += 1
-                if filled % 100 == 0:
-                    log.info("%d of %d conversations", len(done) + filled, len(slots))
+            try:
+                row = await generator.fill(slot)
+            except Unfilled as error:
+                generator.discarded["slot given up"] += 1
+                done.add(slot.id)
+                unrecorded.append({"id": slot.id, "route": slot.route, "reason": str(error)})
+                if not isinstance(error, Unanswered):
+                    record_failures()
+                elif len(unrecorded) >= FAILURES:
+                    raise Refused(f"slot after slot fails, the last one: {error}") from None
+                return
+            append(output, row, claims)
+            record_failures()
+            filled += 1
+            if filled % 100 == 0:
+                look()
+                log.info("%d of %d conversations", len(done), len(slots))
 
-        workers = [asyncio.create_task(worker()) for _ in range(config.concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        async def worker(todo: Iterator[int]) -> None:
+            for index in todo:
+                if slots[index].id in done:
+                    continue
+                with claims.unit(index, wait=False) as mine:
+                    if mine:
+                        look()  # another process may have filled it meanwhile
+                    if mine and slots[index].id not in done:
+                        await fill(slots[index])
+
+        look()
+        while missing := [index for index, slot in enumerate(slots) if slot.id not in done]:
+            todo = iter(missing)
+            workers = [asyncio.create_task(worker(todo)) for _ in range(config.concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for task in workers:
+                    task.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+            look()
+            if elsewhere := [index for index in missing if slots[index].id not in done]:
+                with claims.unit(elsewhere[0], wait=True):
+                    look()
         if unrecorded and not filled:
             raise Refused(f"no slot could be filled, the last one: {unrecorded[-1]['reason']}")
         record_failures()
@@ -347,7 +358,7 @@ async def generate(config: GenerateConfig, renderer: Renderer, target: Target) -
 
 def in_order(source: Path, slots: Sequence[Slot]) -> Iterator[dict[str, Any]]:
     """The rows of `source` in the order of the plan: however many are taken from its beginning, routes keep shares."""
-    rows = {row["id"]: row for row in read_finished(source)}
+    rows = {row["id"]: row for row in Rows(source).new()}
     yield from (rows[slot.id] for slot in slots if slot.id in rows)
 
 
@@ -375,23 +386,41 @@ def check_identity(config: GenerateConfig, target: Target, output: Path) -> None
         raise Refused(f"{output} was begun by another target or with other settings; choose another generate.output")
 
 
-def fill_and_pack(config: GenerateConfig, settings: TargetConfig) -> bool:
+def fill_and_pack(config: GenerateConfig, settings: TargetConfig, servers: Start | None = None) -> bool:
     """Fill what is missing of `config.output`, then write its .gz; False when both are there already.
+
+    Args:
+        servers: starts servers to ask in place of `config.urls`; called when there is something to ask.
 
     Raises:
         Refused: no tokenizer or chat template in the target, servers that keep failing, or an output that was begun
             by another target or with other settings.
     """
     output, target = Path(config.output).expanduser(), describe_target(settings)
-    check_identity(config, target, output)
+    claims = Claims(output.with_name(f".{output.name}.claims"))
     packed, slots = output.with_name(output.name + ".gz"), plan_slots(config)
-    done = {row["id"] for row in [*read_finished(output), *read_finished(failed_file(output))]}
-    if packed.exists() and all(slot.id in done for slot in slots):
-        return False
-    for reason, count in asyncio.run(generate(config, load_renderer(target, settings), target)).most_common():
+
+    def is_packed() -> bool:
+        written = output.stat().st_mtime_ns if output.exists() else 0
+        return packed.exists() and packed.stat().st_mtime_ns >= written
+
+    with claims.common():
+        check_identity(config, target, output)
+        mend(output)
+        mend(failed_file(output))
+        done = {row["id"] for path in (output, failed_file(output)) for row in Rows(path).new()}
+        if all(slot.id in done for slot in slots) and is_packed():
+            return False
+    renderer = load_renderer(target, settings)
+    with contextlib.nullcontext(config.urls) if servers is None else servers() as urls:
+        discarded = asyncio.run(generate(replace(config, urls=list(urls)), renderer, target, slots, claims))
+    for reason, count in discarded.most_common():
         log.info("discarded: %d x %s", count, reason)
-    count = pack(output, packed, slots)
-    print(f"generate: {count:,} of {len(slots):,} conversations in {packed} ({packed.stat().st_size / 1e6:.2f} MB)")
+    with claims.common():
+        if not is_packed():  # another process has done that, otherwise
+            count = pack(output, packed, slots)
+            size = packed.stat().st_size / 1e6
+            print(f"generate: {count:,} of {len(slots):,} conversations in {packed} ({size:.2f} MB)")
     return True
 
 
@@ -402,4 +431,4 @@ if __name__ == "__main__":
         """Make the run's conversations."""
         return fill_and_pack(run.generate, run.target)
 
-    stage("generate", work)
+    stage("generate", work, shared=True)

@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import threading
@@ -33,6 +32,7 @@ import httpx
 
 from models.config import EngineConfig, masked_arguments, masked_variables
 from models.errors import Refused
+from models.ports import claim_port
 
 log = logging.getLogger(__name__)
 
@@ -148,12 +148,6 @@ def show(words: list[str], variables: Mapping[str, str]) -> str:
     return " ".join(
         [*settings, *(word if word.endswith("***") else shlex.quote(word) for word in masked_arguments(words))]
     )
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_healthy(server: Server, timeout_s: float) -> None:
@@ -284,7 +278,7 @@ def running(
         Refused: the interpreter is missing, or the server does not become healthy; the message holds its own
             last lines and the path of its log.
     """
-    port = _free_port(engine.host)
+    port = claim_port(engine.host)
     words, variables = command(engine, target_path, port, purpose), own_environment(engine)
     environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_JOB}
     environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"

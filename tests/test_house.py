@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import conf
+from conf.sweep import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
@@ -19,10 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "featurize": {"models"},
     "train": {"models", "featurize"},
     "serve_eval": {"models", "featurize"},
-    "slurm": {"models"},
-    "conf": {"models", "featurize", "train", "serve_eval"},
+    "slurm": {"models", "featurize", "train", "serve_eval"},
+    "conf": {"models", "featurize", "train", "serve_eval", "slurm"},
 }
-CONF_MAY_IMPORT = re.compile(r"(models|featurize|train|serve_eval)\.config|models\.(artefact|errors)")
+CONF_MAY_IMPORT = re.compile(r"(models|featurize|train|serve_eval|slurm)\.config|models\.(artefact|errors)")
 NOT_OURS = re.compile(r"\.git|\.venv.*|runs|wandb|build|\.cache|\.\w+_cache|__pycache__|.*\.egg-info")
 
 
@@ -73,7 +74,7 @@ def parsed(module: str) -> ast.Module:
 
 def below(module: str) -> set[str]:
     """What a module imports, but for conf, which every entry point asks for the configuration."""
-    return {name for name in imports(parsed(module), module) if name != "conf"}
+    return {name for name in imports(parsed(module), module) if name.split(".")[0] != "conf"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -88,8 +89,9 @@ def test_imports_only_run_down(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_what_is_run_as_a_command_imports_the_configuration(module: str) -> None:
-    if not module.endswith(".__main__"):
-        assert "conf" not in imports(parsed(module), module, outside_main=True)
+    if not module.endswith(".__main__") and not module.startswith("conf."):
+        found = imports(parsed(module), module, outside_main=True)
+        assert not [name for name in found if name.split(".")[0] == "conf"]
 
 
 def test_no_module_reaches_itself_through_its_imports() -> None:
@@ -132,11 +134,12 @@ def test_no_source_file_is_longer_than_500_lines() -> None:
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(module, overrides) of every `-m <one of our modules> ...` in a document or script."""
+    """(module, overrides) of every `-m <one of our modules> ...` in a document or script, --multirun among them."""
     text = re.sub(r"\\\n\s*", " ", text)
-    for match in re.finditer(r"-m ((?:models|featurize|train|serve_eval)\b[\w.]*)([^\n`|&;]*)", text):
+    for match in re.finditer(r"-m ((?:(?:models|featurize|train|serve_eval)\b|slurm\.)[\w.]*)([^\n`|&;]*)", text):
         words = shlex.split(match[2].split(" #")[0], posix=True)
-        yield match[1], [word for word in words if re.match(r"[+~]?\w[\w./]*=", word)]
+        if "$@" not in words:  # which are handed on
+            yield match[1], [word for word in words if re.match(r"[+~]?\w[\w./]*=|--multirun$", word)]
 
 
 DOCUMENTS = ["README.md", "Makefile", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "slurm").glob("*.s*")))]
@@ -157,7 +160,8 @@ def test_b43_every_command_in_the_documents_exists_and_composes(document: str) -
         if "conf" not in imports(ast.parse(entry.read_text()), module):
             assert not overrides, f"{document}: {module} takes no overrides"
             continue
-        run = conf.load(overrides)
+        fixed = [word for word in overrides if word != "--multirun"]
+        run = conf.load(fixed) if fixed == overrides else expand(fixed).base
         assert run.name, f"{document}: {module} {overrides} names no run"
 
 

@@ -1,4 +1,4 @@
-"""`python -m train`: feature store -> trained head."""
+"""`python -m train`: feature store -> trained head; `--multirun optim.lr=1e-3,3e-4`: several, and a table of them."""
 
 from __future__ import annotations
 
@@ -34,5 +34,17 @@ def main(run: Run) -> bool:
     return True
 
 
+def sweep(overrides: list[str]) -> int:
+    """The runs of a --multirun, one after the other, and their table."""
+    from conf.sweep import expand
+    from train.sweep import begin, render_table, run_all
+
+    sweep = expand(overrides)
+    begin(sweep.base.directory, [job.name for job in sweep.jobs])
+    code = run_all([job.overrides for job in sweep.jobs])
+    render_table(sweep.base.directory)
+    return code
+
+
 if __name__ == "__main__":
-    stage("train", main)
+    stage("train", main, sweep=sweep)

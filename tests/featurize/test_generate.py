@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import subprocess
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from featurize.claims import Claims
 from featurize.config import GenerateConfig, RouteConfig
 from featurize.conversations import parse_row
 from featurize.generate import failed_file, fill_and_pack, plan_slots, repetition, user_turn_head
+from featurize.rows import Rows, append
 from featurize.spans import Renderer
 from featurize.tokenised import load_renderer
 from models.config import TargetConfig
@@ -141,6 +149,94 @@ def test_a_second_launch_asks_nothing_and_a_stopped_one_goes_on(
     assert fill_and_pack(config, target)
     assert Path(config.output + ".gz").read_bytes() == whole
     assert len(server.requests) < 2 * asked
+
+
+FILL = """
+import json, sys
+from featurize.config import GenerateConfig, RouteConfig
+from featurize.generate import fill_and_pack
+from models.config import TargetConfig
+settings = json.loads(sys.argv[1])
+settings["routes"] = {name: RouteConfig(**route) for name, route in settings["routes"].items()}
+fill_and_pack(GenerateConfig(**settings), TargetConfig(path=sys.argv[2], dtype="float32"))
+"""
+
+
+def test_servers_of_its_own_are_started_only_when_something_is_missing_and_always_stopped(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def own() -> Iterator[list[str]]:
+        told.append("started")
+        try:
+            yield [server.url]
+        finally:
+            told.append("stopped")
+
+    config.urls = ["http://127.0.0.1:9/v1"]
+    server.status = lambda _text: 500
+    with pytest.raises(Refused):
+        fill_and_pack(config, target, own)
+    server.status = lambda _text: 200
+    assert fill_and_pack(config, target, own)
+    assert not fill_and_pack(config, target, own)
+    assert told == ["started", "stopped"] * 2
+
+
+def test_processes_at_once_share_the_slots_and_ask_for_none_twice(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    config.conversations, config.concurrency = 60, 2
+    arguments = [sys.executable, "-c", FILL, json.dumps(asdict(config)), target.path]
+    processes = [subprocess.Popen(arguments) for _ in range(2)]
+    assert [process.wait(300) for process in processes] == [0, 0]
+    assert [row["id"] for row in packed(config)] == [slot.id for slot in plan_slots(config)]
+    asked = Counter((request["text"], request["seed"]) for request in server.requests)
+    assert set(asked.values()) == {1}
+    # What they made together is what one would have made.
+    together = Path(config.output + ".gz").read_bytes()
+    config.output += ".alone"
+    assert fill_and_pack(config, target)
+    assert Path(config.output + ".gz").read_bytes() == together
+
+
+def test_what_a_process_had_begun_is_made_by_another_when_it_dies(
+    config: GenerateConfig, server: Server, target: TargetConfig
+) -> None:
+    claims = Path(config.output).with_name(f".{Path(config.output).name}.claims")
+    hold = "claims = Claims(Path(sys.argv[1])); held = claims.unit(3, wait=True); held.__enter__()"
+    script = (
+        f"import sys; from pathlib import Path; from featurize.claims import Claims; {hold}; print('held', flush=True)"
+    )
+    arguments = [sys.executable, "-c", f"{script}; input()", str(claims)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+
+        def die_when_the_rest_is_done() -> None:
+            while not Path(config.output).exists() or Path(config.output).read_text().count("\n") < 11:
+                time.sleep(0.01)
+            other.kill()
+
+        killer = threading.Thread(target=die_when_the_rest_is_done, daemon=True)
+        killer.start()
+        assert fill_and_pack(config, target)
+    last = Path(config.output).read_text().splitlines()[-1]
+    assert json.loads(last)["id"] == plan_slots(config)[3].id
+    assert len(packed(config)) == 12
+
+
+def test_a_row_that_a_killed_process_left_half_written_is_dropped_by_the_next_append(tmp_path: Path) -> None:
+    file, claims = tmp_path / "rows.jsonl", Claims(tmp_path / "claims")
+    append(file, {"id": 1}, claims)
+    rows = Rows(file)
+    file.write_bytes(file.read_bytes() + b'{"id": 2, "te')
+    assert rows.new() == [{"id": 1}]
+    append(file, {"id": 3}, claims)
+    assert rows.new() == [{"id": 3}]
+    assert Rows(file).new() == [{"id": 1}, {"id": 3}]
 
 
 def test_a_slot_that_is_given_up_is_recorded_and_not_asked_for_again(

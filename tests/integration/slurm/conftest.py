@@ -41,8 +41,10 @@ ReturnToService=2
 MpiDefault=none
 MailProg=/bin/true
 JobRequeue=1
+MinJobAge=3600
 SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000 State=UNKNOWN
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -65,18 +67,28 @@ class Cluster:
             f"== {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.directory.glob("*.log")
         )
 
-    def state(self, job: str) -> str:
-        match = re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", job))
-        assert match
-        return match[1]
+    def states(self, job: str) -> set[str]:
+        """Of the tasks of an array, or of a job."""
+        return set(re.findall(r"JobState=(\w+)", self.command("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, timeout_s: float) -> str:
-        """The state in which a job ends."""
+    def wait(self, job: str, timeout_s: float = 1800) -> str:
+        """The state in which a job, or every task of an array, ends."""
         deadline = time.monotonic() + timeout_s
-        while (state := self.state(job)) not in ENDED:
-            assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s:.0f} s\n{self.logs()}"
+        while not (states := self.states(job)) <= ENDED:
+            assert time.monotonic() < deadline, f"job {job} is {states} after {timeout_s:.0f} s\n{self.logs()}"
             time.sleep(0.5)
-        return state
+        return "+".join(sorted(states))
+
+    def requeued(self, job: str, count: int) -> None:
+        """Wait until the tasks of a job have been requeued so often, and spare them Slurm's two minutes of delay."""
+        until(lambda: self.restarts(job) >= count, f"{count} requeues of job {job}", self, 300)
+        waiting = self.command("squeue", "--noheader", f"--jobs={job}", "--states=PENDING", "--array", "--format=%i")
+        for task in waiting.split():
+            self.command("scontrol", "update", f"JobId={task}", "StartTime=now")
+
+    def restarts(self, job: str) -> int:
+        """How often the tasks of a job have been requeued."""
+        return sum(int(count) for count in re.findall(r"Restarts=(\d+)", self.command("scontrol", "show", "job", job)))
 
 
 def free_ports(count: int) -> list[int]:
@@ -87,11 +99,11 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def until(ready: Callable[[], bool], what: str, cluster: Cluster) -> None:
-    deadline = time.monotonic() + 60
+def until(ready: Callable[[], bool], what: str, cluster: Cluster, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
     while not ready():
-        assert time.monotonic() < deadline, f"{what} within 60 s\n{cluster.logs()}"
-        time.sleep(0.2)
+        assert time.monotonic() < deadline, f"{what} within {timeout_s:.0f} s\n{cluster.logs()}"
+        time.sleep(0.1)
 
 
 def write_configuration(directory: Path) -> None:
@@ -102,9 +114,7 @@ def write_configuration(directory: Path) -> None:
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o400)
     (directory / "slurm.conf").write_text(
-        CONFIGURATION.format(
-            host=host, controller_port=controller, node_port=node, directory=directory, cpus=os.cpu_count()
-        )
+        CONFIGURATION.format(host=host, controller_port=controller, node_port=node, directory=directory)
     )
 
 

@@ -1,0 +1,81 @@
+"""The stages of a run as a cluster sees them: what each runs, what it makes, and when it is finished.
+
+A stage is finished when what it writes last is there and the configuration that was saved with it agrees with today's
+in every section that the stage reads. If it does not agree, the stage is run again and judges for itself: it does
+nothing, goes on, or refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+Values = Mapping[str, Any]
+"""A resolved configuration as plain values, as it is saved with every output."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run.
+
+    Attributes:
+        name: its key in `cluster`, and what it is called in the queue.
+        module: what is run, with the overrides of the whole run.
+        sections: what it reads of the configuration.
+        record: name of the configuration that it saves when it is done.
+        last: what it writes last.
+        progress: files that become more, or longer, as it goes on; None for a stage that is not requeued when it fails.
+    """
+
+    name: str
+    module: str
+    sections: tuple[str, ...]
+    record: str
+    last: Path
+    progress: str | None = None
+
+
+def chain(values: Values, directory: Path) -> list[Stage]:
+    """The stages of a run, in order: preparation only for a packaged target, generation only for data from it."""
+    output = Path(values["generate"]["output"]).expanduser()
+    packed = output.with_name(output.name + ".gz")
+    made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
+    stages = []
+    if values["target"]["package"] is not None:
+        target = Path(values["target"]["path"]).expanduser()
+        stages.append(Stage("prepare", "models.packaged", ("target",), "prepare", target / "config.json"))
+    if made:
+        sections = ("target", "generate")
+        stages.append(Stage("generate", "slurm.generate", sections, "generate", packed, str(output)))
+    shards, checkpoints = directory / "features/shards/*.json", directory / "train/checkpoints/step-*"
+    features, train = directory / "features/manifest.json", directory / "train/manifest.json"
+    trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
+    return [
+        *stages,
+        Stage("extract", "featurize", ("target", "data", "featurize"), "featurize", features, str(shards)),
+        Stage("train", "train", trained_by, "train", train, str(checkpoints)),
+        Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"),
+        Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", directory / "eval/summary.json"),
+    ]
+
+
+def sources(values: Values) -> list[str]:
+    """The files, folders and names of data sets that are featurized."""
+    mixture = values["data"]["mixture"].values()
+    return [*values["data"]["conversations"], *(path for source in mixture for path in source["paths"])]
+
+
+def is_finished(stage: Stage, values: Values, directory: Path) -> bool:
+    """Whether a stage need not be run again for this configuration."""
+    if not stage.last.exists():
+        return False
+    record = directory / "config" / f"{stage.record}.yaml"
+    if not record.exists():  # a target that another run prepared, features that were copied
+        return True
+    saved = OmegaConf.to_container(OmegaConf.load(record))
+    assert isinstance(saved, dict)
+    return all(saved.get(section) == values[section] for section in stage.sections)

@@ -1,0 +1,313 @@
+"""`python -m slurm.submit experiment=NAME cluster=NAME`: a run's stages as jobs, each begun when that before is done.
+
+    python -m slurm.submit experiment=demo cluster=cpu
+    python -m slurm.submit experiment=demo cluster=gpu cluster.train.nodes=4 cluster.extract.tasks=16 dry_run=true
+    python -m slurm.submit --multirun experiment=demo cluster=gpu optim.lr=1e-3,3e-4
+
+Run it again at any time: what is finished or in the queue is not submitted again. A mistake in the overrides is told
+before anything is submitted. With --multirun the chain ends with training, as an array with a task for each
+combination, and a table of them. The scripts are slurm/*.sbatch; here are only their options, variables and order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models.artefact import read_json, write_bytes, write_json
+from models.errors import Refused
+from serve_eval.config import masked_variables
+from slurm import scheduler
+from slurm.chain import Stage, Values, chain, is_finished
+from slurm.config import ClusterConfig, JobConfig
+
+SCRIPTS = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run as it is to be submitted.
+
+    Attributes:
+        directory: the run's folder, absolute.
+        values: its resolved configuration, credentials masked.
+        overrides: for the stages' command lines.
+        sweep: runs of a sweep, by name: the overrides of each; empty without one.
+    """
+
+    directory: Path
+    values: Values
+    overrides: Sequence[str]
+    cluster: ClusterConfig
+    sweep: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call of sbatch, but for what it depends on.
+
+    Attributes:
+        after: whether the job before it must have succeeded ("afterok"), or only ended ("afterany").
+        size: what it asks for, in words.
+    """
+
+    stage: str
+    options: list[str]
+    script: Path
+    words: list[str]
+    variables: dict[str, str]
+    size: str
+    after: str = "afterok"
+
+    def command(self, before: str | None) -> list[str]:
+        """The words of sbatch, after a job of that id."""
+        depends = [f"--dependency={self.after}:{before}", "--kill-on-invalid-dep=yes"] if before else []
+        return ["sbatch", "--parsable", *self.options, *depends, str(self.script), *self.words]
+
+
+def variables(order: Order, stage: Stage, job: JobConfig) -> dict[str, str]:
+    """The environment of a stage's job, beyond what it inherits."""
+    cluster, container = order.cluster, order.cluster.container
+    told = {
+        "ROOT": str(SCRIPTS.parent),
+        "PYTHON": cluster.python or sys.executable,
+        "RUN": str(order.directory),
+        "STAGE": stage.name,
+        "MODULES": " ".join(cluster.modules),
+        "CONTAINER": container.kind if container.image else "",
+        "IMAGE": container.image or "",
+        "MOUNTS": ",".join(container.mounts),
+        "PROGRESS": str(Path(stage.progress).absolute()) if stage.progress else "",
+        "REQUEUES": str(cluster.requeues) if stage.progress else "",
+        "PROCESSES": str(job.processes_per_node) if stage.name == "train" else "",
+    }
+    return dict(cluster.environment) | {f"DRAFTSMITH_{name}": value for name, value in told.items() if value}
+
+
+def options(order: Order, stage: Stage, job: JobConfig, array: str | None) -> list[str]:
+    """sbatch's options for a stage's job."""
+    cluster = order.cluster
+    log = str(order.directory / "slurm" / stage.name).replace("%", "%%") + ("-%A_%a.log" if array else "-%j.log")
+    asked: dict[str, Any] = {
+        "job-name": scheduler.job_name(order.directory, stage.name),
+        "comment": order.directory,
+        "output": log,
+        "partition": job.partition or cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "nodes": job.nodes,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_node,
+        "mem": job.memory,
+        "time": job.time,
+        "array": array,
+        "signal": f"B:USR1@{cluster.signal_s}" if stage.progress else None,
+    }
+    return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(cluster.options)
+
+
+def size(job: JobConfig, tasks: int) -> str:
+    """What a stage asks for, in words."""
+    processes = job.gpus_per_node or job.processes_per_node
+    parts = [f"{tasks} x" if tasks > 1 else "", f"{job.nodes} node{'s' * (job.nodes > 1)}"]
+    parts.append(f"of {job.gpus_per_node} GPU{'s' * (job.gpus_per_node > 1)}" if job.gpus_per_node else "without GPUs")
+    if job.nodes * processes > 1:
+        parts.append(f"({job.nodes * processes} processes)")
+    parts += [f"{job.cpus_per_node} CPUs" if job.cpus_per_node else "", job.memory or "", job.time or ""]
+    return " ".join(part for part in parts if part)
+
+
+def submission(order: Order, stage: Stage) -> Submission:
+    """The job of one stage, or its array."""
+    job: JobConfig = getattr(order.cluster, "export" if stage == TABLE else stage.name)
+    tasks, array = job.tasks, f"0-{job.tasks - 1}" if job.tasks > 1 else None
+    script, words = SCRIPTS / "stage.sbatch", [stage.module, *order.overrides]
+    told = variables(order, stage, job)
+    if stage.name == "train":
+        script, words = SCRIPTS / "train.sbatch", list(order.overrides)
+        if order.sweep:
+            missing = [index for index, name in enumerate(order.sweep) if not trained(order, name)]
+            tasks, array, words = len(missing), ",".join(map(str, missing)), []
+            told["DRAFTSMITH_SWEEP"] = str(sweep_folder(order))
+    asked = options(order, stage, job, array)
+    after = "afterany" if stage == TABLE else "afterok"
+    return Submission(stage.name, asked, script, words, told, size(job, tasks), after)
+
+
+TABLE = Stage("table", "train.sweep", (), "", Path())
+"""What follows on the training of a sweep; it wants what the export of a head wants."""
+
+
+def stages(order: Order) -> list[Stage]:
+    """The stages of the order; a sweep ends with training and its table."""
+    every = chain(order.values, order.directory)
+    if not order.sweep:
+        return every
+    return [*every[: [stage.name for stage in every].index("train") + 1], TABLE]
+
+
+def sweep_folder(order: Order) -> Path:
+    """Where the overrides of a sweep's tasks lie, in a file each."""
+    return order.directory / "slurm" / "sweep"
+
+
+def trained(order: Order, name: str) -> bool:
+    """Whether a run of the sweep is trained."""
+    return (order.directory.with_name(name) / "train" / "manifest.json").exists()
+
+
+def finished(order: Order, stage: Stage) -> bool:
+    """Whether a stage is done; of a sweep, training and its table when all its runs are trained."""
+    if order.sweep and stage.name in ("train", "table"):
+        return all(trained(order, name) for name in order.sweep)
+    return is_finished(stage, order.values, order.directory)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be done about a stage.
+
+    Attributes:
+        queued: the job as which it is in the queue.
+        submission: what is to be submitted, in place of `queued` if that is there; None if there is nothing to do.
+    """
+
+    stage: str
+    queued: scheduler.Job | None
+    submission: Submission | None
+
+
+def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
+    """What is to be done about every stage, given what is in the queue.
+
+    What follows on a stage that is submitted is submitted, too: if it is in the queue already, it waits there for a job
+    that failed.
+
+    Raises:
+        Refused: such a stage is running.
+    """
+    steps: list[Step] = []
+    again = False
+    for stage in stages(order):
+        job = queue.get(stage.name)
+        if again and job is not None and not job.waits:
+            raise Refused(f"{stage.name} is running (job {job.id}) on what must be made again; scancel {job.id} first")
+        again = again or (job is None and not finished(order, stage))
+        steps.append(Step(stage.name, job, submission(order, stage) if again else None))
+    return steps
+
+
+def write_sweep(order: Order) -> None:
+    """Write the overrides of a sweep's tasks: a file for each index, the run's folder in its first line."""
+    for index, (name, overrides) in enumerate(order.sweep.items()):
+        lines = [str(order.directory.with_name(name)), *overrides]
+        if any("\n" in line for line in lines):
+            raise Refused(f"--multirun: an override of {name} has several lines")
+        write_bytes(sweep_folder(order) / str(index), ("\n".join(lines) + "\n").encode())
+
+
+def carry_out(order: Order, steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
+    """Submit what is to be submitted, and note the jobs for slurm.status; yields each stage with what was done."""
+    record = order.directory / "slurm" / "jobs.json"
+    known = read_json(record)["jobs"] if record.exists() else {}
+    before: str | None = None
+    for step in steps:
+        if step.submission is None:
+            before = step.queued.id if step.queued else None
+            yield step.stage, f"job {step.queued.id}, {step.queued.told}" if step.queued else "finished"
+            continue
+        if step.queued is not None:
+            scheduler.cancel(step.queued.id)
+        before = scheduler.submit(step.submission.command(before), step.submission.variables)
+        known[step.stage] = before
+        write_json(record, {"values": order.values, "sweep": list(order.sweep), "jobs": known})
+        yield step.stage, f"job {before}, submitted: {step.submission.size}"
+
+
+def masked(word: str) -> str:
+    """A word of a command; an override that sets a credential shows *** for it."""
+    name, equals, value = word.partition("=")
+    return f"{name}={masked_variables({name: value})[name]}" if equals and not word.startswith("-") else word
+
+
+def show(steps: Sequence[Step]) -> None:
+    """Print what would be submitted, by what is on disk: sizes, commands with their variables, and the scripts."""
+    chosen = [step.submission for step in steps if step.submission is not None]
+    before: str | None = None
+    for step in steps:
+        print(f"{step.stage:10}{step.submission.size if step.submission else 'finished or in the queue'}")
+    for step in steps:
+        if step.submission is not None:
+            variables = masked_variables(step.submission.variables)
+            told = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+            print(f"\n{told} \\\n    {shlex.join(map(masked, step.submission.command(before)))}")
+            before = f"<job of {step.stage}>"
+        else:
+            before = step.queued.id if step.queued else None
+    for script in dict.fromkeys([*(each.script for each in chosen), *([SCRIPTS / "job.sh"] if chosen else [])]):
+        print(f"\n== {script}\n{script.read_text()}", end="")
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Hold the run's lock of submissions, so that two at once do not submit everything twice."""
+    (directory / "slurm").mkdir(parents=True, exist_ok=True)
+    with (directory / "slurm" / ".lock").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line.
+
+    Raises:
+        Refused: a mistake in the overrides, or Slurm refuses.
+    """
+    import conf
+    from conf.sweep import expand
+
+    overrides = [word for word in arguments if word != "--multirun"]
+    stray = [word for word in overrides if word.startswith("-")]
+    if not overrides or stray:
+        raise Refused(
+            f"give the run's overrides, experiment=demo say, and perhaps --multirun; not {stray or 'nothing'}"
+        )
+    jobs: dict[str, Sequence[str]] = {}
+    if len(overrides) < len(arguments):
+        sweep = expand(overrides)
+        run, overrides = sweep.base, sweep.fixed
+        jobs = {Path(job.name).name: job.overrides for job in sweep.jobs}
+    else:
+        run = conf.load(overrides)
+    stage_overrides = [word for word in overrides if not word.startswith("dry_run=")]
+    directory = run.directory.absolute()
+    order = Order(directory, conf.resolved(run), stage_overrides, run.cluster, jobs)
+    if run.dry_run:
+        show(plan(order, {}))
+        return
+    with alone(directory):
+        steps = plan(order, scheduler.queued(directory, [stage.name for stage in stages(order)]))
+        if jobs and any(step.stage == "train" and step.submission for step in steps):
+            from train.sweep import begin
+
+            begin(directory, list(jobs))
+            write_sweep(order)
+        for stage, done in carry_out(order, steps):
+            print(f"{stage:10}{done}", flush=True)
+    root = "" if run.root == "runs" else f" root={shlex.quote(run.root)}"
+    print(f"\npython -m slurm.status {run.name}{root}     # how it stands\ntail -F {directory}/slurm/*.log")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Refused as error:
+        print(f"submit: {error}", file=sys.stderr)
+        sys.exit(2)

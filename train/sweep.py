@@ -1,0 +1,137 @@
+"""A sweep: runs that differ in how a head is trained, on the features of one run, ranked by simulated AL.
+
+runs/<name>/sweep.json names the runs; each lies beside runs/<name>, as a run of its own whose `features` is a link to
+the first one's, so that every other stage works on it as on any run. Here they are trained one after the other, each
+in a process of its own: what one leaves behind in memory, or how it fails, is nothing to the next. On a cluster they
+are the tasks of an array (slurm/submit.py).
+
+    python -m train.sweep name=mine     # the table of a sweep, at any time
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from models.artefact import read_json, write_json
+from models.errors import Refused
+from train.measure import Journal
+from train.signals import PREEMPTED
+
+STOPPED = (PREEMPTED, 130, -signal.SIGINT)
+"""Ends of a run after which the next one is not begun."""
+
+
+def begin(base: Path, names: Sequence[str]) -> None:
+    """Note the runs of the sweep of `base`, with those of earlier calls, and give each the features of `base`.
+
+    Raises:
+        Refused: a run of that name has features of its own.
+    """
+    names = [Path(name).name for name in names]
+    for name in names:
+        features = base.parent / name / "features"
+        features.parent.mkdir(parents=True, exist_ok=True)
+        wanted = Path("..", base.name, "features")
+        if not features.is_symlink():
+            if features.exists():
+                raise Refused(f"{features} is not the sweep's; choose another name=...")
+            features.symlink_to(wanted, target_is_directory=True)
+    write_json(base / "sweep.json", {"runs": list(dict.fromkeys([*swept(base), *names]))})
+
+
+def swept(base: Path) -> list[str]:
+    """The names of the runs in the sweep of `base`, in the order of their appearance."""
+    record = base / "sweep.json"
+    return list(read_json(record)["runs"]) if record.exists() else []
+
+
+def run_all(jobs: Sequence[list[str]]) -> int:
+    """Train one after the other, each with its overrides; one that fails does not keep the next from it.
+
+    Returns:
+        0, or the exit code of the last one that failed; a signal goes to the run in progress and ends the sweep.
+
+    Raises:
+        Refused: these are several processes of one job, which would all train everything.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Refused("--multirun trains in one process; for several, python -m slurm.submit --multirun makes an array")
+    code = 0
+    for overrides in jobs:
+        process = subprocess.Popen([sys.executable, "-m", "train", *overrides])
+
+        def forward(number: int, frame: FrameType | None, process: subprocess.Popen[bytes] = process) -> None:
+            process.send_signal(number)
+
+        earlier = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            ended = process.wait()
+        except KeyboardInterrupt:  # it has had the Ctrl-C, too
+            process.wait()
+            ended = 130
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+        if ended in STOPPED:
+            return ended if ended > 0 else 130
+        code = ended or code
+    return code if code >= 0 else 1
+
+
+def standing(run: Path) -> dict[str, Any]:
+    """Where a run stands: `al` and `step` of its best validation (None before the first), and its `state` in words."""
+    manifest = run / "train" / "manifest.json"
+    if manifest.exists():
+        found = read_json(manifest)
+        return {"al": found["best_al"], "step": found["best_step"], "state": "finished"}
+    lines = Journal.read(run / "train" / "metrics.jsonl")
+    best = max((line for line in lines if "val_al" in line), key=lambda line: line["val_al"], default=None)
+    at = max((line["step"] for line in lines), default=None)
+    state = "not begun" if at is None else f"at step {at:,}"
+    return {"al": best and best["val_al"], "step": best and best["step"], "state": state}
+
+
+def ranking(base: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The runs of the sweep of `base` with their standing, the best simulated AL first, runs without one last."""
+    runs = [(name, standing(base.parent / name)) for name in swept(base)]
+    return sorted(runs, key=lambda run: (-(run[1]["al"] or 0), run[0]))
+
+
+def render_table(base: Path) -> None:
+    """Print the ranking.
+
+    Raises:
+        Refused: there is no sweep of that run.
+    """
+    if not (runs := ranking(base)):
+        raise Refused(f"{base} has no sweep; python -m train --multirun begins one")
+    table = Table(title=f"sweep of {base.name}: best simulated AL on held-out rows", title_justify="left")
+    table.add_column("run", overflow="fold")
+    for column in ("AL", "at step"):
+        table.add_column(column, justify="right")
+    table.add_column("state")
+    for name, found in runs:
+        al = "n/a" if found["al"] is None else f"{found['al']:.3f}"
+        step = "n/a" if found["step"] is None else f"{found['step']:,}"
+        table.add_row(name, al, step, found["state"])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    from conf import Run, stage
+
+    def work(run: Run) -> None:
+        """Print the sweep's table."""
+        render_table(run.directory)
+
+    stage("sweep", work, shared=True)
