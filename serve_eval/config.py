@@ -126,4 +126,84 @@ class EvalConfig:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
-"""Typed settings of evaluation (`eval`, `gateway`, `monitor`)."""
+
+
+@dataclass
+class BackendConfig:
+    """A running OpenAI-compatible server behind the gateway.
+
+    Attributes:
+        url: base URL, without /v1.
+        method: how it speculates, as the policy names it (eagle3, mtp, ngram, ...); "none" for no speculation.
+        k: tokens it drafts per step; 0 without speculation.
+        max_in_flight: requests that it is given at a time; what is beyond waits in the gateway's queue.
+    """
+
+    url: str = "???"
+    method: str = "none"
+    k: int = 0
+    max_in_flight: int = 256
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError("gateway.backends: url must be http(s)://host[:port], without credentials or a query")
+        if (self.method == "none") != (self.k == 0) or self.k < 0:
+            raise ValueError(f"gateway.backends: method={self.method} with k={self.k}; k is 0 exactly for method none")
+        if self.max_in_flight < 1:
+            raise ValueError(f"gateway.backends: max_in_flight={self.max_in_flight} must be at least 1")
+
+
+@dataclass
+class GatewayConfig:
+    """The proxy that applies a policy.
+
+    Attributes:
+        backends: the servers behind it, of one target; they serve it under one name.
+        policy: the policy's file; null for policy.yaml in the run's eval folder.
+        host, port: address to bind; loopback unless told otherwise.
+        route_header: request header that holds the route's label.
+        max_queue: requests that wait while every backend is full; one more is answered with 429.
+        poll_s: time between two looks at the backends' health and metrics.
+        stall_s: silence of a backend after which a request is given up there.
+    """
+
+    backends: list[BackendConfig] = field(default_factory=list)
+    policy: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    route_header: str = "x-draftsmith-route"
+    max_queue: int = 1024
+    poll_s: float = 1.0
+    stall_s: float = 600
+
+    def __post_init__(self) -> None:
+        for key in ("poll_s", "stall_s"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"gateway.{key}={getattr(self, key)} must be positive")
+        if self.max_queue < 0:
+            raise ValueError(f"gateway.max_queue={self.max_queue} must not be negative")
+        if len({backend.url for backend in self.backends}) < len(self.backends):
+            raise ValueError("gateway.backends names a url twice")
+
+
+@dataclass
+class MonitorConfig:
+    """What `serve_eval.monitor` watches.
+
+    Attributes:
+        servers: label (a route, a machine) -> base URL of a vLLM, SGLang or gateway, without /v1.
+        host, port: where its Prometheus metrics are served; port 0 for nowhere.
+        interval_s: time between two readings.
+        readings: how many readings until it ends; null for no end.
+    """
+
+    servers: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 0
+    interval_s: float = 2.0
+    readings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.interval_s <= 0:
+            raise ValueError(f"monitor.interval_s={self.interval_s} must be positive")

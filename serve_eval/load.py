@@ -22,7 +22,6 @@ from typing import Any
 
 import aiohttp
 
-from models.servers import PLAIN
 from serve_eval.prompts import Prompt
 
 

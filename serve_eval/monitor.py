@@ -26,9 +26,9 @@ from rich.live import Live
 from rich.table import Table
 
 from models.errors import Refused
+from models.servers import PLAIN
 from serve_eval.config import MonitorConfig
 from serve_eval.counters import CounterReset, Counters, difference, judge, parse_counters, queue_wait_ms
-from serve_eval.load import PLAIN
 
 _GATEWAY = "draftsmith_gateway"
 

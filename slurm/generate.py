@@ -14,8 +14,7 @@ from pathlib import Path
 
 from featurize.config import GenerateConfig
 from featurize.generate import fill_and_pack
-from models.config import TargetConfig
-from serve_eval.config import EngineConfig
+from models.config import EngineConfig, TargetConfig
 from serve_eval.servers import serving
 
 

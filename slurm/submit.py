@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from models.artefact import read_json, write_bytes, write_json
+from models.config import masked_variables
 from models.errors import Refused
-from serve_eval.config import masked_variables
 from slurm import scheduler
 from slurm.chain import Stage, Values, chain, is_finished
 from slurm.config import ClusterConfig, JobConfig

@@ -22,10 +22,10 @@ import httpx
 import pytest
 import uvicorn
 
+from models.servers import PLAIN
 from serve_eval.bench import Leftovers, leftovers
 from serve_eval.config import BackendConfig, GatewayConfig
 from serve_eval.gateway import end_to_end, make_server, own_figures
-from serve_eval.load import PLAIN
 from serve_eval.policy import Level, Policy, RoutePolicy, write_policy
 from serve_eval.router import Router
 from tests.serve_eval.stub import Behaviour, Stub, running

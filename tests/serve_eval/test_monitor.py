@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from models.errors import Refused
+from models.servers import PLAIN
 from serve_eval.config import MonitorConfig
-from serve_eval.load import PLAIN
 from serve_eval.monitor import Exported, Row, Watch, table, watch
 from tests.serve_eval.stub import Behaviour, running
 

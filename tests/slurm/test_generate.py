@@ -12,8 +12,7 @@ import pytest
 
 import slurm.generate
 from featurize.config import GenerateConfig
-from models.config import TargetConfig
-from serve_eval.config import EngineConfig
+from models.config import EngineConfig, TargetConfig
 
 TARGET = TargetConfig(path="some/target")
 
