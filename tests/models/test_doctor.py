@@ -18,6 +18,7 @@ from rich.console import Console
 from models import doctor, importer
 from models.config import TargetConfig
 from models.doctor import diagnose
+from models.doctor_values import looks_random
 from models.errors import Refused
 from models.heads import IDS
 from models.target import Target, describe_target
@@ -354,6 +355,18 @@ def test_names_from_a_file_cannot_steer_the_terminal(good, tmp_path, monkeypatch
     head = changed(good, tmp_path / "head", added("\x1b[2Jextra.weight", torch.ones(3)))
     assert run(monkeypatch, head) == 1
     assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(64, 192), (96, 64), (300, 1000), (9000, 50)])
+def test_a_matrix_looks_random_until_a_direction_or_a_row_stands_out(shape):
+    generator = torch.Generator().manual_seed(1)
+    normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator) - 0.5
+    for fresh_MN in (normal * 0.02, uniform * 0.1, (normal * 0.02).bfloat16()):
+        assert looks_random(fresh_MN)
+    signs_M, signs_N = (torch.randn(size, generator=generator).sign() for size in shape)
+    assert not looks_random(normal + 0.5 * torch.outer(signs_M, signs_N))  # all rows and columns as even as before
+    assert not looks_random(normal * torch.linspace(0.5, 1.5, shape[0])[:, None])
+    assert not looks_random(normal * torch.linspace(0.5, 1.5, shape[1]))
 
 
 class Bomb:
