@@ -182,7 +182,9 @@ class VllmBackend:
                 reason = f"the request failed ({error!r})"
                 continue
             if response.status_code == 200:
-                return response.json()
+                with contextlib.suppress(ValueError):
+                    if isinstance(answer := response.json(), dict):
+                        return answer
             reason = f"the server answered {response.status_code} ({' '.join(response.text.split())[:300]})"
             if response.status_code < 500 and response.status_code != 429:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import featurize.vllm_extract
 from conf import Run, load
 from featurize.__main__ import work
 from featurize.canary import reference, run_canary
-from featurize.config import FeaturizeConfig
+from featurize.config import DataConfig, FeaturizeConfig
 from featurize.extract import load_backend
 from featurize.store import FeatureStore
 from featurize.tokenised import TokenisedSet, load_renderer, tokenise
@@ -30,6 +31,7 @@ from featurize.vllm_extract import VllmBackend, check_spool, served_planes
 from models.config import EngineConfig, TargetConfig
 from models.errors import Refused
 from models.target import Target, describe_target
+from tests.conftest import sentence, write_lines
 from tests.featurize.vllm_stub import Stub, made_up, stub_server
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +144,7 @@ def test_b10_what_comes_late_is_waited_for_and_what_failed_is_asked_for_again(
         ("never", r"its planes are not there 2 s after the answer"),
         ("other ids", r"its planes belong to other token ids"),
         ("float16", r"its planes are of torch.float16, not torch.float32"),
+        ("no json", r"the server answered 200 \(hello\)"),
         ("400", r"the server answered 400 \({\"error\": \"out of order\"}\)"),
         ("500", r"the server answered 500"),
     ],
@@ -199,10 +202,6 @@ class Modelled:
 
 @pytest.fixture(scope="module")
 def tokenised(target: Target, settings: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> TokenisedSet:
-    import random
-
-    from featurize.config import DataConfig
-    from tests.conftest import sentence, write_lines
 
     rng = random.Random(5)
     rows = [

@@ -7,7 +7,8 @@ STUB_MISHAPS (JSON) in its environment. `mishaps` maps a document's number of to
     torn        its file is written in two halves, under its name     other ids   its file says it is of other tokens
     never       its file never comes                                  float16     its planes are of another dtype
     500 once    the first request for it fails                        500, 400    every request for it fails
-    hang        it is never answered                                  die         the server is gone at once
+    no json     its answer is no JSON                                 hang        it is never answered
+    die         the server is gone at once
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(60)
         if mishap in ("400", "500") or (mishap == "500 once" and stub.asked[len(ids)] == 1):
             self._plain(int(mishap[:3]), '{"error": "out of order"}')
+            return
+        if mishap == "no json":
+            self._plain(200, "hello")
             return
         name = f"{uuid.uuid4().hex}.safetensors"
         threading.Thread(target=self._write, args=(stub.directory / name, ids, mishap)).start()
