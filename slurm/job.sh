@@ -28,19 +28,19 @@ case ${DRAFTSMITH_CONTAINER:-none} in
 esac
 
 # step [options of srun] command: run it on all its tasks, hand USR1 on to every one of them, and wait for all.
-# This shell outlives the signals, to see how the tasks end. The tasks of a node share all its CPUs: whether srun takes
-# the CPUs per task from the job, which has one task a node, differs by version, and so it is kept from both.
+# This shell outlives the signals, to see how the tasks end. TERM is not handed on: Slurm sends it to the tasks itself,
+# and srun would kill them for it. The tasks of a node share all its CPUs: whether srun takes the CPUs per task from the
+# job, which has one task a node, differs by version, and so the number is kept from it.
 step() {
     env --unset=SLURM_CPUS_PER_TASK --unset=SLURM_TRES_PER_TASK srun --cpu-bind=none "${in_step[@]}" "$@" &
     local srun=$!
     trap 'echo "job $job: asked to stop"; kill -USR1 "$srun" || true' USR1
-    trap 'kill -TERM "$srun" || true' TERM
     while kill -0 "$srun" 2>/dev/null; do
         wait "$srun" || true # a signal ends the waiting, too
     done
     status=0
     wait "$srun" || status=$?
-    trap : USR1 TERM
+    trap : USR1
 }
 
 # What there is of the output so far, as one line that changes with it.

@@ -80,11 +80,11 @@ class Cluster:
         return "+".join(sorted(states))
 
     def requeued(self, job: str, count: int) -> None:
-        """Wait until the tasks of a job have been requeued so often, and spare them Slurm's two minutes of delay."""
+        """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay of two minutes short."""
         until(lambda: self.restarts(job) >= count, f"{count} requeues of job {job}", self, 300)
         waiting = self.command("squeue", "--noheader", f"--jobs={job}", "--states=PENDING", "--array", "--format=%i")
         for task in waiting.split():
-            self.command("scontrol", "update", f"JobId={task}", "StartTime=now")
+            self.command("scontrol", "update", f"JobId={task}", "StartTime=now+20")
 
     def restarts(self, job: str) -> int:
         """How often the tasks of a job have been requeued."""
