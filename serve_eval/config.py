@@ -126,6 +126,12 @@ class EvalConfig:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
+        drafting, k = self.drafting, self.k
+        if drafting.tree == "static" and (depth := max(map(len, drafting.paths))) != k:
+            raise ValueError(f"eval.k={k} must be the depth of eval.drafting.paths, {depth}")
+        if drafting.width is not None and drafting.nodes is not None:
+            if drafting.nodes > (most := drafting.width + (k - 1) * drafting.width**2):
+                raise ValueError(f"eval.drafting.nodes={drafting.nodes}: {k} levels have {most} candidates at most")
 
 
 @dataclass
