@@ -151,3 +151,15 @@ def test_the_same_summary_gives_the_same_report(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_report(value, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_report_says_how_drafts_were_made_and_what_each_routes_entropy_is(tmp_path: Path) -> None:
+    value = summary(GAIN, 2.3)
+    value["reference"] |= {"how": "prompt lookup, temperature 0.7, k = 2", "entropy": 1.25}
+    value["reference"]["routes"]["json"]["entropy"] = 0.75
+    value["lossless"]["reference"] = None  # samples are not compared token by token
+    write_report(value, tmp_path / "report.html")
+    for text in (" ".join(terminal(value).split()), (tmp_path / "report.html").read_text()):
+        for words in ("prompt lookup, temperature 0.7, k = 2", "1.25", "0.75", "Prompt lookup yields 2.00"):
+            assert words in text
+        assert "reference decoder, fp32" not in text
