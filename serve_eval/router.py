@@ -197,10 +197,10 @@ class Router:
         """
         if not any(each.up and each is not exclude for each in self.backends):
             raise NoBackend
-        if exclude is not None or all(each.exclude for each in self.waiting):
-            choice = self._choose(route, exclude)
-            if choice is not None:
-                return choice
+        # Slots are handed on at once when they are given back, so one that is free has nobody waiting for it.
+        choice = self._choose(route, exclude)
+        if choice is not None:
+            return choice
         if len(self.waiting) >= self.max_queue and exclude is None:
             raise QueueFull
         waiter = _Waiter(route, exclude, asyncio.get_running_loop().create_future())

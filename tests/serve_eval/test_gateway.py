@@ -169,6 +169,7 @@ def test_what_fails_before_the_first_byte_is_sent_once_more_elsewhere(mishap: st
         assert (answer.status_code, "[DONE]" in answer.text) == (200, True)
         assert (len(eagle.bodies), len(plain.bodies)) == (1, 1)
         assert made.metric('draftsmith_gateway_retries_total{route="chat"}') == 1
+        wait_for(lambda: not made.connections())
 
 
 def test_what_fails_everywhere_is_told_after_one_more_try() -> None:
@@ -300,7 +301,7 @@ def test_a_backend_that_comes_back_is_used_again() -> None:
 
 
 def test_acceptance_that_responses_tell_falls_below_the_threshold_and_the_route_falls_back() -> None:
-    with pair(eagle=Behaviour(own_figures=True, accepted_per_draft=0)) as (made, plain, eagle):
+    with pair(eagle=Behaviour(own_figures=True, accepted_per_draft=0, drafts=False)) as (made, plain, eagle):
         post(made.url)
         wait_for(lambda: made.metric('draftsmith_gateway_al{route="chat"}') == 1.0)
         post(made.url)

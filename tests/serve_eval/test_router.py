@@ -113,13 +113,13 @@ def test_counters_are_evidence_for_a_route_that_had_the_backend_to_itself() -> N
     eagle = made.backends[1]
     made.polled(eagle, True, reading(0, 0))
     made.leave(enter(made, "chat"))
-    made.polled(eagle, True, reading(50, 20))
-    assert made.acceptance["chat"].al == 1.4
+    made.polled(eagle, True, reading(50, 40))
+    assert made.acceptance["chat"].al == 1.8
     made.leave(enter(made, "chat"))
     enter(made, "code")
-    made.polled(eagle, True, reading(100, 20))  # mixed: nobody's
-    made.polled(eagle, True, reading(200, 220))  # code's request is still there, alone
-    assert made.acceptance["chat"].al == 1.4
+    made.polled(eagle, True, reading(100, 40))  # mixed: nobody's
+    made.polled(eagle, True, reading(140, 120))  # code's request is still there, alone
+    assert made.acceptance["chat"].al == 1.8
     assert made.acceptance["code"].al == 3.0
 
 
