@@ -44,7 +44,7 @@ def settings(tiny_target_dir: Path, tiny_conversations: Path, tiny_prompts: Path
         "draft.vocab_size=128",
         "objective.unroll_steps=3",
         "optim.warmup_steps=2",
-        "trainer.epochs=8",
+        "trainer.epochs=24",
         "trainer.pack_tokens=64",
         "trainer.packs_per_step=2",
         "trainer.precision=fp32",
@@ -182,7 +182,7 @@ def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     run = root / "preempted"
     shutil.copytree(straight / "features", run / "features")
     limit = ["cluster.train.time='00:03:00'", "cluster.signal_s=60"]
-    slurm.submit.main(["name=preempted", *settings, *limit])
+    slurm.submit.main(["name=preempted", *settings, *limit, "trainer.checkpoint_every=1"])
     job = jobs(run)["train"]
     until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
     cluster.command("scontrol", "requeue", job)
