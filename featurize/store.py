@@ -279,6 +279,8 @@ class FeatureStore:
         if not (directory / "manifest.json").is_file():
             raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
         manifest = read_json(directory / "manifest.json")
+        if not isinstance(manifest, dict) or not {"contract", "files", "totals"} <= manifest.keys():
+            raise Refused(f"{directory / 'manifest.json'} is no manifest of features; run `python -m featurize` again")
         for entry in manifest["files"]:
             path = directory / entry["file"]
             size = path.stat().st_size if path.is_file() else None

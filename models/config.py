@@ -58,7 +58,7 @@ class DraftConfig:
         norm_output: feed back the post-norm hidden state (EAGLE-3.1) instead of the pre-norm one.
         norm_before_fc: one RMSNorm over the concatenated aux planes before they are fused.
         fc_norm: one RMSNorm per aux plane before they are fused.
-        rope_parameters: overrides the target's rope (transformers 5 layout). Null takes the target's; where its
+        rope_parameters: overrides the target's rope (transformers 5 layout). Empty takes the target's; where its
             layers differ, that of those with full attention.
     """
 
@@ -70,7 +70,14 @@ class DraftConfig:
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for key in sizes:
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"draft.{key}={value} must be at least 1; null takes what the target has")
 
 
 @dataclass

@@ -79,7 +79,7 @@ class Eagle3Config:
         if head_dim % 2:
             raise Refused(f"draft: a head of {head_dim} cannot be rotated; set draft.head_dim to an even number")
         own = draft.rope_parameters
-        rope = standardised(config.rope_parameters) if own is None else standardised(own, strict=True)
+        rope = standardised(own, strict=True) if own else standardised(config.rope_parameters)
         vocab = draft.vocab_size or target.vocab_size
         if not 0 < vocab <= target.vocab_size:
             raise Refused(f"draft.vocab_size={vocab} must be between 1 and the target's {target.vocab_size}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from conf import Run, resolved, stage
+from train.signals import StopRequest
 
 
 def main(run: Run) -> bool:
     """Open the features, train, leave checkpoints, metrics and curves in runs/<name>/train."""
+    stop = StopRequest()  # before the imports and all that takes long: a preemption may come at any time
     from featurize.store import FeatureStore
     from models.eagle3 import Eagle3Config
     from models.target import aux_layers, describe_target
@@ -30,7 +32,7 @@ def main(run: Run) -> bool:
     )
     if trainer.finished():
         return False
-    trainer.run()
+    trainer.run(stop)
     return True
 
 

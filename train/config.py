@@ -20,7 +20,8 @@ class ObjectiveConfig:
             variation; both LK losses of arXiv 2602.23881 aim at acceptance under sampling).
         out_of_vocabulary: rows whose next token is outside the draft vocabulary: "renormalise" trains them
             like all others, on the target's distribution restricted to the draft vocabulary; "skip" leaves
-            them out of the loss. They are misses in every accuracy and acceptance figure either way.
+            them out of the loss, which is divided by all supervised rows all the same: it is then lower by the
+            share of rows that is left out. They are misses in every accuracy and acceptance figure either way.
     """
 
     unroll_steps: int = 7
@@ -32,8 +33,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.unroll_steps < 1:
             raise ValueError(f"objective.unroll_steps={self.unroll_steps} must be at least 1")
-        if not 0 < self.decay < math.inf:
-            raise ValueError(f"objective.decay={self.decay} must be above 0")
+        if not 1e-3 <= self.decay <= 1:
+            raise ValueError(f"objective.decay={self.decay} is not between 0.001 and 1")
         for key, allowed in {
             "loss": ("kl", "ce", "nla", "lk_hybrid"),
             "out_of_vocabulary": ("renormalise", "skip"),
@@ -74,12 +75,12 @@ class OptimConfig:
         for key, peak in {"lr": self.lr, "muon_lr": self.muon_lr}.items():
             if peak is not None and not 0 < peak < math.inf:
                 raise ValueError(f"optim.{key}={peak} must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={self.betas} are not two numbers in [0, 1)")
         # A negative limit would turn the gradients round.
         for key in ("max_grad_norm", "weight_decay"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must not be negative; 0 switches it off")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={self.betas} are not in [0, 1)")
         if not 0 <= self.final_share <= 1:
             raise ValueError(f"optim.final_share={self.final_share} is not in [0, 1]")
         if self.warmup_steps < 0:
@@ -143,6 +144,8 @@ class TrainerConfig:
         }.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} is not one of {', '.join(allowed)}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"trainer.seed={self.seed} is not between 0 and 4294967295")
         for key in (
             "epochs",
             "pack_tokens",

@@ -102,6 +102,13 @@ class Trainer:
             epochs=trainer.epochs,
         )
 
+        decay = optim.decay_share * len(self.plan) if optim.schedule == "wsd" else 0
+        if decay and optim.warmup_steps + decay > len(self.plan):
+            raise Refused(
+                f"optim.warmup_steps={optim.warmup_steps} and optim.decay_share={optim.decay_share} overlap in a run "
+                f"of {len(self.plan)} steps; lower one of them"
+            )
+
         counts = count_supervised(store, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
@@ -167,16 +174,25 @@ class Trainer:
         found = read_json(manifest)
         if found.get("identity") != self.identity:
             raise Refused(f"{self.directory} was trained with other settings or data; delete it or choose another name")
-        return all((self.directory / path / "state.json").exists() for path in found["checkpoints"].values())
+        return all(resume.complete(self.directory / path) for path in found["checkpoints"].values())
 
-    def run(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one.
+    def run(self, stop: StopRequest) -> None:
+        """Train to the end, from the newest checkpoint if there is one, or until a stop is asked for.
 
         Raises:
-            Refused: checkpoints of other settings, none that is complete, or gradients that are not finite.
+            Refused: checkpoints of other settings, none that is complete, values that are not finite, or another
+                process that is gone.
             SystemExit: with PREEMPTED after a signal, when everything is saved.
         """
-        stop = StopRequest()
+        try:
+            self._run(stop)
+        except RuntimeError as error:
+            if self.accelerator.num_processes > 1 and ranks.lost_peer(error):
+                told = str(error).splitlines()[0]
+                raise Refused(f"another process of this job is gone ({told}); start the job again to go on") from None
+            raise
+
+    def _run(self, stop: StopRequest) -> None:
         progress = self._start()
         total = len(self.plan)
         journal = self._open_journal(progress)
@@ -189,6 +205,11 @@ class Trainer:
                     self.accelerator.num_processes - self.settings.packs_per_step,
                     self.accelerator.num_processes,
                 )
+            if self.optim.warmup_steps >= total:
+                log.warning(
+                    "optim.warmup_steps=%d in a run of %d steps: it ends before the learning rate is at its peak",
+                    self.optim.warmup_steps, total,
+                )  # fmt: skip
             log.info(
                 "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
                 total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",
@@ -214,6 +235,9 @@ class Trainer:
             journal.close()
             draw_curves(journal.path, self.directory / "curves.png")
             last_name, best_name = resume.name_of(total), resume.name_of(progress.best_step or total)
+            if not resume.complete(self.checkpoints / best_name):
+                log.warning("the best checkpoint, %s, is gone; the last one stands for it", best_name)
+                best_name = last_name
             summary = {
                 "identity": self.identity,
                 "steps": total,
@@ -290,7 +314,7 @@ class Trainer:
                 outcome = self.ranks.backward(pack, counts, seed, last=index + 1 == len(mine))
                 sums_K += outcome.sums_K.detach().cpu()
             due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
-            figures = self._figures(sums_K, counts, pack, outcome) if due else None  # before the weights change
+            figures = self._figures(step, sums_K, pack, outcome) if due else None  # before the weights change
             lr, norm = self._update(step)
             window.tokens += self.plan[step].tokens
             window.rows += counts[0]
@@ -298,19 +322,19 @@ class Trainer:
             if figures is not None:
                 line = {"step": step + 1, **figures, "lr": lr, "grad_norm": norm, **window.rates()}
                 window = Window()
+            paused = time.monotonic()
             yield line
+            window.started += time.monotonic() - paused  # validation and checkpoints are no training
 
     def _update(self, step: int) -> tuple[float, float]:
         """Clip, then step; returns the learning rate and the gradient norm before clipping."""
         factor = schedule(self.optim, step, len(self.plan))
         return self.optim.lr * factor, self.ranks.update(factor, step + 1)
 
-    def _figures(
-        self, sums_K: torch.Tensor, counts: Sequence[float], pack: Pack | None, outcome: Outcome
-    ) -> dict[str, Any]:
+    def _figures(self, step: int, sums_K: torch.Tensor, pack: Pack | None, outcome: Outcome) -> dict[str, Any]:
         """An optimizer step over all processes: losses, and greedy hits on each one's last pack.
 
-        Accuracy is None where no row is supervised; memory is the largest of any process, in bytes.
+        Loss and accuracy are None where no row is supervised; memory is the largest of any process, in bytes.
         """
         settings = self.objective.settings
         hits_K, rows_K = torch.zeros(2, settings.unroll_steps)
@@ -324,9 +348,12 @@ class Trainer:
             mine = torch.cat((sums_K, hits_K, rows_K, memory))[None].to(self.accelerator.device)
             sums, hits, rows, memory = self.accelerator.gather(mine).cpu().split([*[settings.unroll_steps] * 3, 1], 1)
             sums_K, hits_K, rows_K = sums.sum(0), hits.sum(0), rows.sum(0)
-        losses = [total / settings.row_share**k / counts[k] for k, total in enumerate(sums_K.tolist())]
+        losses = [
+            total / settings.row_share**k / count if count else None
+            for k, (total, count) in enumerate(zip(sums_K.tolist(), self.plan[step].rows_K, strict=True))
+        ]
         return {
-            "loss": sum(loss * settings.decay**k for k, loss in enumerate(losses)),
+            "loss": sum(loss * settings.decay**k for k, loss in enumerate(losses) if loss is not None),
             "loss_per_step": losses,
             "accuracy": [hit / n if n else None for hit, n in zip(hits_K.tolist(), rows_K.tolist(), strict=True)],
             "memory": int(memory.max().item()),

@@ -128,11 +128,16 @@ class Journal:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """All complete lines so far; a torn last one is left out."""
+        """All complete lines so far. A torn last one is left out; others that are no JSON are, with a warning."""
         if not path.exists():
             return []
-        text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        text, lines = path.read_text(errors="replace"), []
+        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                log.warning("%s: line %d is not JSON and is left out", path, number)
+        return lines
 
 
 def draw_curves(journal: Path, picture: Path) -> None:
@@ -144,17 +149,18 @@ def draw_curves(journal: Path, picture: Path) -> None:
 
     lines = Journal.read(journal)
     training = [line for line in lines if "loss" in line]
-    judged = [line for line in training if None not in line["accuracy"]]
     validation = [line for line in lines if "val_al" in line]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
-    for panel, key, source, title in (
-        (axes[0, 0], "loss_per_step", training, "Loss per unroll step (training)"),
-        (axes[0, 1], "accuracy", judged, "Accuracy per unroll step (training)"),
+    for panel, key, title in (
+        (axes[0, 0], "loss_per_step", "Loss per unroll step (training)"),
+        (axes[0, 1], "accuracy", "Accuracy per unroll step (training)"),
     ):
-        for k in range(len(source[0][key]) if source else 0):
-            panel.plot([line["step"] for line in source], [line[key][k] for line in source], label=f"step {k}", lw=1.2)
+        for k in range(len(training[0][key]) if training else 0):
+            known = [(line["step"], line[key][k]) for line in training if line[key][k] is not None]
+            if known:
+                panel.plot(*zip(*known, strict=True), label=f"step {k}", lw=1.2)
         panel.set_title(title)
-        if source:
+        if panel.lines:
             panel.legend(fontsize=8, ncols=2)
     panel = axes[1, 0]
     panel.plot([v["step"] for v in validation], [v["val_al"] for v in validation], "o-", label="greedy")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from models.eagle3 import Eagle3Head, Step
+from models.errors import Refused
 from models.target import Target
 from train.config import ObjectiveConfig
 from train.losses import ChunkedLoss, sizes
@@ -120,6 +121,9 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
     A row that a step no longer supervises counts as not accepted there; a target token outside the draft
     vocabulary is a miss (design, definitions 8 and 9).
 
+    Raises:
+        Refused: a supervised row's acceptance is not a number: its features are not finite, or the head is not.
+
     Returns:
         hits_RK (1.0 where head and target have the same argmax) and accept_RK (sum over the vocabulary of
         min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
@@ -142,7 +146,12 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
             place = torch.searchsorted(steps[0].rows_R, step.rows_R[within])
             hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float()
             accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1)
-    return hits_RK.cpu(), accept_RK.cpu()
+    hits_RK, accept_RK = hits_RK.cpu(), accept_RK.cpu()
+    if (~accept_RK.isnan()).sum() != sum(step.rows_R.numel() for step in steps):
+        raise Refused(
+            f"documents {pack.documents} of the features, or the head on them, give values that are not finite"
+        )
+    return hits_RK, accept_RK
 
 
 def simulated_al(accept_RK: torch.Tensor) -> float:

@@ -146,6 +146,14 @@ def _deepspeed(stage: int, optim: OptimConfig) -> DeepSpeedPlugin:
     )
 
 
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether the collective library says that another process is gone."""
+    told = str(error).lower()
+    return isinstance(error, torch.distributed.DistError) or any(
+        word in told for word in ("gloo", "connection closed by peer", "connection reset by peer", "nccl")
+    )
+
+
 def first(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """What the main process gets from `work`, on every process. If it fails there, the others leave quietly.
 
@@ -292,7 +300,10 @@ class Ranks:
         """
         norm = self._step(factor)
         if not math.isfinite(norm):
-            raise Refused(f"gradients of step {step} are not finite; lower optim.lr or check the features")
+            raise Refused(
+                f"gradients of step {step} are not finite; if the loss had grown, go on from the last checkpoint in "
+                "another run: name=... trainer.init_from=... with a lower optim.lr"
+            )
         if self.average is not None:
             self.average.update(step)
         return norm

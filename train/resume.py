@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from models.artefact import read_json, replacing_directory, write_json, write_tensors
@@ -106,7 +106,8 @@ def prune(root: Path, keep: int, progress: Progress) -> None:
     """Delete all but the newest `keep` checkpoints and the best one, and what a killed run left half written."""
     good = [directory for directory in checkpoints(root) if step_of(directory) <= progress.step]
     kept = {*good[-keep:], *(directory for directory in good if step_of(directory) == progress.best_step)}
-    for directory in [*root.glob("step-*"), *root.glob(".step-*.tmp")]:
+    own = [directory for directory in root.glob("step-*") if step_of(directory) >= 0]  # others' stay, whatever they are
+    for directory in [*own, *root.glob(".step-*.tmp")]:
         if directory not in kept:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -116,17 +117,31 @@ def read(directory: Path) -> Checkpoint:
 
     Raises:
         Refused: something in it is missing or torn.
+        OSError: it cannot be read just now, which says nothing about what is in it.
     """
     try:
         state = read_json(directory / "state.json")
         progress, processes, strategy = Progress(**state["progress"]), state["processes"], state["strategy"]
         head, _ = load_head(directory)
         tensors = load_file(directory / "optimizer.safetensors")
-    except (OSError, Refused, SafetensorError, TypeError, KeyError, RuntimeError) as error:
+    except (FileNotFoundError, Refused, SafetensorError, TypeError, KeyError, RuntimeError) as error:
         raise Refused(f"{directory} is not complete ({error})") from None
     own = f"/{TRAINED}"
     trained = {name.removesuffix(own): tensors.pop(name) for name in list(tensors) if name.endswith(own)}
     return Checkpoint(progress, head.state_dict(), trained or None, tensors, processes, strategy)
+
+
+def complete(directory: Path) -> bool:
+    """Whether a checkpoint's files are there, none of them cut short; their contents are not looked at."""
+    if not (directory / "state.json").exists():
+        return False
+    try:
+        for name in ("head", "optimizer"):
+            with safe_open(directory / f"{name}.safetensors", "pt"):
+                pass
+    except (FileNotFoundError, SafetensorError):
+        return False
+    return True
 
 
 def newest(root: Path, identity: str) -> Path | None:

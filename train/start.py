@@ -127,7 +127,13 @@ class Regression:
         self.cross_WH.addmm_(x_RW.T, y_RH, alpha=weight)
 
     def solve(self) -> torch.Tensor:
-        """The map [W, H]."""
+        """The map [W, H].
+
+        Raises:
+            Refused: the rows held values that are not finite.
+        """
+        if not (self.gram_WW.isfinite().all() and self.cross_WH.isfinite().all()):
+            raise Refused("the features that the start values are fitted to hold values that are not finite")
         scale_W = self.gram_WW.diagonal().clamp(min=torch.finfo(self.gram_WW.dtype).tiny).rsqrt()
         correlation_WW = scale_W[:, None] * self.gram_WW * scale_W
         correlation_WW.diagonal().add_(RIDGE)

@@ -38,6 +38,11 @@ def test_paths_derive_from_the_name_alone() -> None:
 
 
 MISTAKES = {
+    "no draft vocabulary": (["draft.vocab_size=0"], "draft.vocab_size=0"),
+    "negative head": (["draft.head_dim=-16"], "draft.head_dim=-16"),
+    "one beta": (["optim.betas=[0.9]"], "optim.betas"),
+    "seed beyond its range": (["trainer.seed=99999999999999999"], "trainer.seed"),
+    "decay that overflows": (["objective.decay=1e30"], "objective.decay"),
     "unknown key": (["optim.lrr=1"], "lrr"),
     "unknown section": (["optimizer.lr=1"], "optimizer"),
     "wrong type": (["optim.lr=abc"], "lr"),
@@ -71,3 +76,9 @@ def test_b43_on_the_command_line_a_mistake_is_one_line_and_exit_code_2(mistake: 
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     assert not list(tmp_path.iterdir()), "something was written before the configuration was checked"
+
+
+def test_the_heads_rotation_can_be_set_on_the_command_line() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000, "factor": 2.0}
+    given = "draft.rope_parameters={rope_type:yarn,rope_theta:10000,factor:2.0}"
+    assert conf.load([*MINIMAL, given]).draft.rope_parameters == rope

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train.__main__ as train_stage
 import train.loop
 from models.errors import Refused
 from tests.train.runs import final_head, finish, losses, place, start, train_here, wait_for
@@ -45,7 +46,7 @@ class StopAfter:
 def train_until(monkeypatch, steps: int, arguments: list[str]) -> None:
     """The train stage in this process, preempted after so many steps."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        patch.setattr(train.loop, "StopRequest", lambda: StopAfter(steps))
+        patch.setattr(train_stage, "StopRequest", lambda: StopAfter(steps))
         train_here(arguments)
     assert left.value.code == PREEMPTED
 
@@ -95,8 +96,11 @@ def test_b25_b22_b21_signalled_on_one_rank_then_killed_then_on_one_process(plain
     wait_for(lambda: checkpoints(train / "checkpoints")[-1] != stopped, both[0])
     both[1].kill()
     killed = time.monotonic()
-    assert both[0].wait(timeout=120) not in (0, PREEMPTED)
+    said = both[0].communicate(timeout=120)[1]
+    assert both[0].returncode == 2
     assert time.monotonic() - killed < 60
+    assert "train: another process of this job is gone" in said.splitlines()[-1]
+    assert "Traceback" not in said
     assert not (train / "manifest.json").exists()
 
     assert train_here(arguments) is True
@@ -169,6 +173,41 @@ def test_b25_the_newest_complete_checkpoint_is_found_by_number(features, tmp_pat
     (folder / "step-99").write_text("a file")
     assert train.loop.resume.newest(folder, identity_of(folder / "step-0000010")) == folder / "step-0000010"
     assert "step-0000011 is not complete" in caplog.text
+
+
+def test_pruning_deletes_only_what_a_run_made(tmp_path):
+    for name in (
+        "step-0000001",
+        "step-0000002",
+        "step-0000003",
+        "step-0000002-keep",
+        "step-best",
+        ".step-0000003.a.tmp",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+    train.loop.resume.prune(tmp_path, 1, train.loop.resume.Progress(step=3, best_step=1))
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"step-0000001", "step-0000003", "step-0000002-keep", "step-best"}
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_a_torn_one(whole, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "head.safetensors")
+
+    monkeypatch.setattr(train.loop.resume, "load_head", fail)
+    with pytest.raises(PermissionError):
+        train.loop.resume.newest(whole / "checkpoints", "any")
+
+
+def test_a_signal_before_the_first_step_is_remembered(features, tmp_path):
+    arguments = place(features, tmp_path)
+    (process,) = start(["train", *arguments])
+    wait_for(lambda: (tmp_path / "run" / ".train.lock").exists(), process)
+    time.sleep(0.2)  # from taking the lock to the first line of the stage
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=120) == PREEMPTED
+    assert checkpoints(tmp_path / "run" / "train" / "checkpoints")
 
 
 def identity_of(checkpoint: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 from models.errors import Refused
 from tests.train.runs import final_head, finish, losses, place, start, train_here, wait_for
 from train.measure import Journal
-from train.resume import checkpoints
+from train.resume import checkpoints, complete
 from train.signals import PREEMPTED
 
 
@@ -70,6 +70,38 @@ def test_a_finished_run_does_nothing_and_other_settings_are_refused(features, wh
     assert train_here(arguments) is False
     with pytest.raises(Refused, match="other settings"):
         train_here([*arguments, "optim.lr=5e-4"])
+
+
+def test_a_finished_run_whose_best_checkpoint_is_cut_short_is_mended(features, whole, tmp_path, caplog):
+    arguments = place(features, tmp_path)
+    shutil.copytree(whole, tmp_path / "run" / "train")
+    manifest = tmp_path / "run" / "train" / "manifest.json"
+    best = manifest.parent / json.loads(manifest.read_text())["checkpoints"]["best"] / "head.safetensors"
+    best.write_bytes(best.read_bytes()[:-8])
+    assert train_here(arguments) is True
+    assert "is not complete" in caplog.text or "is gone" in caplog.text
+    named = json.loads(manifest.read_text())["checkpoints"].values()
+    assert all(complete(manifest.parent / path) for path in named)
+
+
+def test_a_step_that_supervises_no_row_has_neither_loss_nor_accuracy(features, tmp_path):
+    train_here([*place(features, tmp_path), "objective.unroll_steps=60", "trainer.epochs=1"])
+    last = Journal.read(tmp_path / "run" / "train" / "metrics.jsonl")[-2]
+    assert last["loss_per_step"][0] > 0 and last["loss_per_step"][-1] is None
+    assert last["accuracy"][-1] is None
+    assert (tmp_path / "run" / "train" / "curves.png").exists()
+
+
+def test_a_line_of_the_journal_that_is_no_json_is_left_out_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\x00garbage\n{"step": 2}\n{"step"')
+    assert Journal.read(path) == [{"step": 1}, {"step": 2}]
+    assert "line 2 is not JSON" in caplog.text
+
+
+def test_a_warm_up_that_runs_into_the_decay_is_refused(features, tmp_path):
+    with pytest.raises(Refused, match=r"warmup_steps=9 and optim\.decay_share=1\.0 overlap"):
+        train_here([*place(features, tmp_path), "optim.schedule=wsd", "optim.warmup_steps=9", "optim.decay_share=1.0"])
 
 
 def test_b25_only_broken_checkpoints_are_refused_not_started_over(features, tmp_path):

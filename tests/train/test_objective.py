@@ -13,6 +13,7 @@ import torch
 
 from models import eagle3
 from models.eagle3 import Eagle3Config, Eagle3Head
+from models.errors import Refused
 from models.rope import rotate
 from tests.train.memory import MemoryStore, documents_of
 from train import losses
@@ -269,6 +270,16 @@ def test_simulated_al_is_the_run_to_the_first_miss_and_out_of_vocabulary_is_a_mi
             q = torch.zeros(20, dtype=torch.float64).index_put((DRAFT_IDS,), logits.softmax(-1))
             assert hits_RK[place, k] == float(DRAFT_IDS[logits.argmax()] == p.argmax())
             assert accept_RK[place, k].item() == pytest.approx(torch.minimum(p, q).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("plane", ["aux", "final"])
+def test_held_out_features_that_are_not_finite_are_no_acceptance_length(plane):
+    torch.manual_seed(5)
+    objective, pack = make_objective(random_head()), random_pack(DOCUMENTS)
+    row = int(supervised_rows(pack.spans, 0)[0])
+    (pack.aux_TAP[row] if plane == "aux" else pack.final_FP[pack.teacher_T[row + 1]])[..., 0] = math.nan
+    with pytest.raises(Refused, match="not finite"):
+        judge(objective, pack, objective.unroll(pack, None))
 
 
 def test_a_step_that_supervises_no_held_out_row_has_no_accuracy():
