@@ -187,6 +187,7 @@ def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
     cluster.command("scontrol", "requeue", job)
     cluster.requeued(job, 1)
+    until(lambda: not processes("train", "preempted"), "the first ones have ended", cluster, 120)
     first = steps(run)
     until(lambda: steps(run) > first, "training goes on", cluster, 900)
     held = processes("train", "preempted")
