@@ -124,7 +124,15 @@ def read(directory: Path) -> Checkpoint:
         progress, processes, strategy = Progress(**state["progress"]), state["processes"], state["strategy"]
         head, _ = load_head(directory)
         tensors = load_file(directory / "optimizer.safetensors")
-    except (FileNotFoundError, Refused, SafetensorError, TypeError, KeyError, RuntimeError) as error:
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        Refused,
+        SafetensorError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+    ) as error:
         raise Refused(f"{directory} is not complete ({error})") from None
     own = f"/{TRAINED}"
     trained = {name.removesuffix(own): tensors.pop(name) for name in list(tensors) if name.endswith(own)}
@@ -139,7 +147,7 @@ def complete(directory: Path) -> bool:
         for name in ("head", "optimizer"):
             with safe_open(directory / f"{name}.safetensors", "pt"):
                 pass
-    except (FileNotFoundError, SafetensorError):
+    except (FileNotFoundError, NotADirectoryError, SafetensorError):
         return False
     return True
 
