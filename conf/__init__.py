@@ -74,7 +74,18 @@ class Run:
         return Path(self.root).expanduser() / self.name
 
 
-ConfigStore.instance().store(name="run_schema", node=Run)
+def _schema() -> DictConfig:
+    """Of a run; sections are closed, but the mappings in them take any key, on the command line as in a file."""
+    schema = OmegaConf.structured(Run)
+    sections = [schema[key] for key in schema if not OmegaConf.is_missing(schema, key)]
+    for section in (each for each in sections if isinstance(each, DictConfig)):
+        for key in section:
+            if not OmegaConf.is_missing(section, key) and OmegaConf.get_type(section, key) is dict:
+                OmegaConf.set_struct(section[key], False)
+    return schema
+
+
+ConfigStore.instance().store(name="run_schema", node=_schema())
 
 
 def _resolve(config: Any) -> Run:
