@@ -80,7 +80,7 @@ def _schema() -> DictConfig:
     sections = [schema[key] for key in schema if not OmegaConf.is_missing(schema, key)]
     for section in (each for each in sections if isinstance(each, DictConfig)):
         for key in section:
-            if not OmegaConf.is_missing(section, key) and OmegaConf.get_type(section, key) is dict:
+            if not OmegaConf.is_missing(section, key) and OmegaConf.get_type(section, str(key)) is dict:
                 OmegaConf.set_struct(section[key], False)
     return schema
 

@@ -8,6 +8,7 @@ for byte. A model card says what the head is worth and how it is served; a push 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,9 @@ from models.artefact import (
     write_json,
     write_tensors,
 )
+from models.card import Story, write_card
 from models.checkpoint import describe, load_head
-from models.config import ExportConfig
+from models.config import ExportConfig, TargetConfig
 from models.eagle3 import Eagle3Head
 from models.engines import (
     eagle3_config_from_json,
@@ -186,20 +188,32 @@ def push(directory: Path, repository: str) -> None:
         raise Refused(f"export.push_to={repository}: the hub cannot be reached or refuses ({reason})") from None
 
 
+def named(settings: ExportConfig, story: Story, path: str, target: Target) -> ExportConfig:
+    """The settings with what a target at `path` is called, and the k that the speculators dialect must hold."""
+    name = path if target.path != path else Path(target.path).name
+    filled = replace(settings, base_model=settings.base_model or name)
+    if filled.dialect == "speculators":  # config.json names k, and may not wait for an evaluation of itself
+        filled.k = filled.k or story.trained_steps
+    return filled
+
+
+def refresh_card(run: Path, settings: ExportConfig, model: TargetConfig, target: Target) -> None:
+    """Bring the model card of a run's export up to date with its evaluation, where its checkpoint is still there."""
+    with contextlib.suppress(Refused):
+        story = Story.of(run, find_checkpoint(run / "train", settings.checkpoint))
+        write_card(run / "export", story, named(settings, story, model.path, target), model.dtype)
+
+
 def main() -> None:
     """The command line."""
     from conf import Run, stage
-    from models.card import Story, write_card
     from models.target import describe_target
 
     def work(run: Run) -> bool:
         checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
         directory, target = run.directory / "export", describe_target(run.target)
         story = Story.of(run.directory, checkpoint)
-        name = run.target.path if target.path != run.target.path else Path(target.path).name
-        settings = replace(run.export, base_model=run.export.base_model or name)
-        if settings.dialect == "speculators":  # config.json names k, and may not wait for an evaluation of itself
-            settings.k = settings.k or story.trained_steps
+        settings = named(run.export, story, run.target.path, target)
         made = export_head(checkpoint, directory, target, settings)
         told = write_card(directory, story, settings, run.target.dtype)
         if made:

@@ -15,7 +15,7 @@ def main(run: Run) -> bool:
     from models.artefact import file_sha256, fingerprint, read_json, write_json
     from models.checkpoint import describe
     from models.errors import Refused
-    from models.export import load_export
+    from models.export import load_export, refresh_card
     from models.target import describe_target
     from serve_eval.prompts import load_prompts
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
@@ -86,6 +86,7 @@ def main(run: Run) -> bool:
         summary["served"] = served
     write_json(path, summary)
     write_report(summary, directory / "report.html")
+    refresh_card(run.directory, run.export, run.target, target)
     render_table(summary)
     print(f"summary: {path}\nreport: {directory / 'report.html'}")
     return True

@@ -318,8 +318,8 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_b43_every_submission_in_the_documents_composes_and_renders(command: str, capsys) -> None:
-    slurm.submit.main([*shlex.split(command), "dry_run=true"])
+def test_b43_every_submission_in_the_documents_composes_and_renders(command: str, tmp_path: Path, capsys) -> None:
+    slurm.submit.main([*shlex.split(command), f"root={tmp_path}", "dry_run=true"])  # nothing is finished there
     assert "sbatch --parsable" in capsys.readouterr().out
 
 
