@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from models.errors import Refused
+
+log = logging.getLogger(__name__)
 
 
 def _umask() -> int:
@@ -85,9 +88,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def json_bytes(value: Any) -> bytes:
+    """`value` as indented JSON."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as indented JSON, atomically."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    write_bytes(path, json_bytes(value))
 
 
 def read_json(path: Path) -> Any:
@@ -100,6 +108,22 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except ValueError as error:  # not JSON, or not text
         raise Refused(f"{path} is not valid JSON ({error}); delete it and run its stage again") from None
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """All complete lines of a file of JSON lines, none without the file.
+
+    A torn last line is left out; others that are no JSON are, with a warning.
+    """
+    if not path.exists():
+        return []
+    text, values = path.read_text(errors="replace"), []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            log.warning("%s: line %d is not JSON and is left out", path, number)
+    return values
 
 
 @contextlib.contextmanager

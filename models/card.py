@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from models.artefact import file_sha256, read_json, write_bytes
+from models.artefact import file_sha256, read_json, read_json_lines, write_bytes
 from models.config import ExportConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,12 +54,8 @@ class Story:
         """Read the story of a run's checkpoint; one from elsewhere has only what lies in it."""
         own = (run / "train").resolve() in checkpoint.resolve().parents
         state = _read(checkpoint / "state.json")
-        validation: dict[str, Any] = {}
-        metrics = run / "train/metrics.jsonl"
-        if own and metrics.exists():
-            lines = (json.loads(line) for line in metrics.read_text().splitlines())
-            step = state.get("progress", {}).get("step")
-            validation = next((line for line in lines if line.get("step") == step and "val_al" in line), {})
+        step, lines = state.get("progress", {}).get("step"), read_json_lines(run / "train/metrics.jsonl") if own else []
+        validation: dict[str, Any] = next((line for line in lines if line.get("step") == step and "val_al" in line), {})
         return cls(
             checkpoint=checkpoint.name,
             state=state,

@@ -15,12 +15,10 @@ with nothing else on them; the processes are bound to them.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import multiprocessing.connection
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +28,7 @@ from models.errors import Refused
 from serve_eval.config import BackendConfig, GatewayConfig
 from serve_eval.gateway import make_server
 from serve_eval.load import Outcome, closed_loop
-from serve_eval.pacer import pacing
+from serve_eval.pacer import pacing, serving_process
 from serve_eval.policy import Policy, RoutePolicy
 from serve_eval.prompts import Prompt
 
@@ -107,24 +105,10 @@ async def port_of(server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
     return int(server.servers[0].sockets[0].getsockname()[1])
 
 
-@contextmanager
-def gateway_process(backend: str, core: int) -> Iterator[str]:
-    """The base URL of a gateway before `backend` in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_gateway, args=(theirs, backend, core), daemon=True)
-    process.start()
-    try:
-        yield f"http://127.0.0.1:{ours.recv()}"
-    finally:
-        process.terminate()
-        process.join()
-
-
 def bench_gateway(cores: Sequence[int]) -> None:
     """Print TTFT with and without the gateway."""
     ttft: dict[str, list[float]] = {"directly": [], "through the gateway": []}
-    with pacing(INTERVAL_S, core=cores[0]) as backend, gateway_process(backend, cores[1]) as gateway:
+    with pacing(INTERVAL_S, core=cores[0]) as backend, serving_process(_serve_gateway, backend, cores[1]) as gateway:
         os.sched_setaffinity(0, {cores[0]})
         for _ in range(TURNS):
             for way, url in zip(ttft, (backend, gateway), strict=True):

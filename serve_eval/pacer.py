@@ -18,8 +18,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 _PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 0\r\n\r\n"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -117,14 +118,19 @@ def _serve(ready: multiprocessing.connection.Connection, interval_s: float, in_s
 
 
 @contextmanager
-def pacing(interval_s: float, *, in_step: bool = False, core: int | None = None) -> Iterator[str]:
-    """The base URL of such a server in a process of its own, bound to `core` if one is given."""
+def serving_process(serve: Callable[..., None], *arguments: Any) -> Iterator[str]:
+    """The base URL of `serve(ready, *arguments)` in a process of its own; it sends its port to `ready`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, interval_s, in_step, core), daemon=True)
+    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
     process.start()
     try:
         yield f"http://127.0.0.1:{ours.recv()}"
     finally:
         process.terminate()
         process.join()
+
+
+def pacing(interval_s: float, *, in_step: bool = False, core: int | None = None) -> AbstractContextManager[str]:
+    """The base URL of such a server in a process of its own, bound to `core` if one is given."""
+    return serving_process(_serve, interval_s, in_step, core)

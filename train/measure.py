@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TaskID, TextColumn
 
-from models.artefact import replacing, write_bytes
+from models.artefact import read_json_lines, replacing, write_bytes
 from models.errors import Refused
 from train.config import TrainerConfig
 from train.resume import Progress as ProgressState
@@ -129,15 +129,7 @@ class Journal:
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
         """All complete lines so far. A torn last one is left out; others that are no JSON are, with a warning."""
-        if not path.exists():
-            return []
-        text, lines = path.read_text(errors="replace"), []
-        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                log.warning("%s: line %d is not JSON and is left out", path, number)
-        return lines
+        return read_json_lines(path)
 
 
 def draw_curves(journal: Path, picture: Path) -> None:

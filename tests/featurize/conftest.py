@@ -1,11 +1,18 @@
-"""A byte-level tokenizer with the special tokens of several model families, so that ids can be read by eye."""
+"""A byte-level tokenizer with the special tokens of several model families, so that ids can be read by eye.
+
+The tiny target, as the extraction is given it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from models.config import TargetConfig
+from models.target import Target, describe_target
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "<end_turn>"]
 SPECIAL += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<eos>"]
@@ -33,3 +40,13 @@ def make_tokenizer() -> Callable[..., Any]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def settings(tiny_target_dir: Path) -> TargetConfig:
+    return TargetConfig(path=str(tiny_target_dir), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def target(settings: TargetConfig) -> Target:
+    return describe_target(settings)

@@ -18,19 +18,9 @@ from featurize.store import cut_units, teacher_positions
 from featurize.tokenised import Document, TokenisedSet, load_renderer, tokenise
 from models.config import TargetConfig
 from models.errors import Refused
-from models.target import Target, describe_target
+from models.target import Target
 
 LAYERS = (1, 4, 7)
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_target_dir: Path) -> TargetConfig:
-    return TargetConfig(path=str(tiny_target_dir), dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def target(settings: TargetConfig) -> Target:
-    return describe_target(settings)
 
 
 @pytest.fixture(scope="module")

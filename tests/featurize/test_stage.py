@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +22,7 @@ from featurize.tokenised import Document
 from models.artefact import file_sha256
 from models.errors import Refused
 from models.target import describe_target
+from tests.featurize.processes import command
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (2, 4, 5)
@@ -52,18 +50,6 @@ def run(overrides: list[str]) -> Run:
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def command(overrides: list[str], **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "featurize", *overrides],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
 
 
 def test_the_stage_makes_a_store_that_a_trainer_can_read(run: Run, tiny_conversations: Path) -> None:

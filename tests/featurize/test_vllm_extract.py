@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from models.config import EngineConfig, TargetConfig
 from models.errors import Refused
 from models.target import Target, describe_target
 from tests.conftest import sentence, write_lines
+from tests.featurize.processes import command
 from tests.featurize.vllm_stub import Stub, made_up, stub_server
 
 ROOT = Path(__file__).parents[2]
@@ -51,16 +50,6 @@ class Setup:
 
     def planes(self, documents: list[tuple[str, torch.Tensor]]) -> dict[int, tuple[list[torch.Tensor], torch.Tensor]]:
         return {index: (aux, final) for index, aux, final in self.backend.documents(documents, 0)}
-
-
-@pytest.fixture(scope="module")
-def settings(tiny_target_dir: Path) -> TargetConfig:
-    return TargetConfig(path=str(tiny_target_dir), dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def target(settings: TargetConfig) -> Target:
-    return describe_target(settings)
 
 
 @pytest.fixture
@@ -263,18 +252,6 @@ def overrides(
     ]
 
 
-def stage(overrides: list[str], **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "featurize", *overrides],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def shards(run: Run) -> dict[str, tuple[int, bytes]]:
     """Finished shards: when written, and their bytes."""
     folder = run.directory / "features/shards"
@@ -314,7 +291,7 @@ def test_a_server_that_dies_is_told_in_its_own_words_and_what_is_finished_is_not
     last = store.documents[-1].length
     assert [document.length for document in store.documents].count(last) == 1
     monkeypatch.setenv("STUB_MISHAPS", json.dumps({last: "die"}))
-    process = stage(overrides)
+    process = command(overrides)
     _, err = process.communicate(timeout=120)
     line = err.strip().splitlines()[-1]
     assert process.returncode == 2
@@ -339,7 +316,7 @@ def test_b12_killed_with_its_server_at_work_it_goes_on_where_it_was_and_the_file
 ) -> None:
     run = load(overrides)
     monkeypatch.setenv("STUB_DELAY_S", "0.1")
-    process = stage([*overrides, "featurize.in_flight=2"])
+    process = command([*overrides, "featurize.in_flight=2"])
     while process.poll() is None and len(shards(run)) < 2:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -362,7 +339,7 @@ def test_processes_that_share_one_running_server_share_the_units_as_well(overrid
     spool = tmp_path / "spools"
     with stub_server(spool, TAKEN, HIDDEN, delay_s=0.02) as stub:
         overrides = [*(each for each in overrides if "engine" not in each), f"featurize.url={stub.url}"]
-        processes = [stage(overrides) for _ in range(2)]
+        processes = [command(overrides) for _ in range(2)]
         assert [process.wait(120) for process in processes] == [0, 0], [process.communicate() for process in processes]
         asked = sum(count for tokens, count in stub.asked.items() if tokens > 2)
     run = load(overrides)
