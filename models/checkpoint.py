@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
 
 
 def differing_options(asked: Eagle3Config, wanted: Eagle3Config) -> list[str]:
-    """Overrides under which a run that asks for one head gets another for the same target instead."""
+    """Overrides, for a shell, under which a run that asks for one head gets another for the same target instead."""
     mine, its = asked.to_dict(), wanted.to_dict()
-    return [f"{OPTIONS[key]}={_override(its[key])}" for key in OPTIONS if mine[key] != its[key]]
+    words = [f"{OPTIONS[key]}={_override(its[key])}" for key in OPTIONS if mine[key] != its[key]]
+    return [shlex.quote(word) if "{" in word else word for word in words]  # bash would expand the braces
 
 
 def _override(value: Any) -> str:

@@ -52,9 +52,12 @@ def _judge_origin(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
     """What an export of ours says of its tensors and of its target: weights, which no version of a library changes."""
     path = head.directory / "export.json"
     record = read_json(path) if path.exists() else {}
+    tensors = record.get("tensors", {}) if isinstance(record, dict) else None
+    if not isinstance(tensors, dict) or not all(isinstance(told, dict) for told in tensors.values()):
+        raise Refused(f"{path} is no record of an export; export the head again")
     for name, stored in sorted(head.tensors.items()):
-        told = record.get("tensors", {}).get(stored.name)
-        if told is not None and told["sha256"] != tensor_sha256(head.read(name)):
+        told = tensors.get(stored.name)
+        if told is not None and told.get("sha256") != tensor_sha256(head.read(name)):
             yield Finding(name, "is not the tensor that was exported (export.json): served as it is")
     made_for = record.get("target", {}).get("weights_hash")
     if target is not None and made_for not in (None, target.weights_hash):

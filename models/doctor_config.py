@@ -170,7 +170,8 @@ def judge_tensors(head: HeadFiles) -> Iterator[Finding]:
         yield from _unexpected(name, zero=name.endswith(".bias") and not head.read(name).any())
     for name, stored in sorted(head.tensors.items()):
         if stored.name.startswith("model."):
-            yield Finding(stored.name, f"should be {name}: loading fails on the prefix", VLLM)
+            engines = BOTH if name == "lm_head.weight" else VLLM  # SGLang looks for the others with the prefix, too
+            yield Finding(stored.name, f"should be {name}: loading fails on the prefix, or leaves it out", engines)
         elif stored.name.startswith("aux_norm_"):
             yield Finding(stored.name, f"is SGLang's older name of {name}: loading fails on it", VLLM)
 

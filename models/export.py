@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from models.artefact import (
     file_sha256,
     fingerprint,
+    json_bytes,
     read_json,
     replacing_directory,
     tensor_sha256,
@@ -118,8 +119,9 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), config, describe(target)])
     record = directory / "export.json"
     if all((directory / name).exists() for name in ("export.json", "config.json", "model.safetensors")):
-        found = read_json(record)
-        if found.get("identity") == identity and found.get("size") == (directory / "model.safetensors").stat().st_size:
+        found, size = read_json(record), (directory / "model.safetensors").stat().st_size
+        unchanged = (directory / "config.json").read_bytes() == json_bytes(config)
+        if found.get("identity") == identity and found.get("size") == size and unchanged:
             return False
     plain = export_tensors(head, getattr(torch, settings.dtype))
     tensors = {tensor_name(name, settings.dialect): tensor for name, tensor in plain.items()}

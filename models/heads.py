@@ -92,7 +92,7 @@ class HeadFiles:
             raise Refused(f"{directory} is a training checkpoint; export it first (export.checkpoint={directory})")
         try:
             layout, given = _flat(read_json(directory / "config.json"), directory)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Refused(f"{directory} holds no config.json") from None
         tensors: dict[str, Stored] = {}
         for stored in _headers(directory):

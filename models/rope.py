@@ -63,7 +63,9 @@ def standardised(parameters: Mapping[str, Any] | None, *, strict: bool = False) 
     read = {"rope_type", *REQUIRED[kind], *OPTIONAL.get(kind, ())}
     if strict and (unknown := sorted(values.keys() - read)):
         raise Refused(f"rope parameters of type {kind} do not know {', '.join(unknown)}; correct draft.rope_parameters")
-    return _one_attention_factor({key: value for key, value in values.items() if key in read})
+    # vLLM takes an integer factor of linear scaling for a list of them.
+    numbers = {key: float(value) if key == "factor" else value for key, value in values.items() if key in read}
+    return _one_attention_factor(numbers)
 
 
 def _one_attention_factor(values: dict[str, Any]) -> dict[str, Any]:

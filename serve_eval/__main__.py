@@ -30,11 +30,12 @@ def main(run: Run) -> bool:
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
     prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
+    exported = fingerprint([weights, file_sha256(export / "config.json")])
     drafter = describe_draft_model(run.eval.drafting, target)
     settings = asdict(run.eval) | {"prompts": None}  # their contents count, not where they lie
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
     asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
-    key = fingerprint([describe(target), weights, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
+    key = fingerprint([describe(target), exported, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
     path = directory / "summary.json"
     found = read_json(path) if path.exists() else {}
     if isinstance(found, dict) and found.get("key") == key and not failures(found):
@@ -51,7 +52,7 @@ def main(run: Run) -> bool:
             )
         check_possible(run.engine, sweep, prompts)
 
-    measurement = Measurement(target, head, weights, prompts, run.eval, directory)
+    measurement = Measurement(target, head, exported, prompts, run.eval, directory)
     measured = measurement.run()
     k = run.eval.served_k or measured["best_k"]
     summary: dict[str, Any] = {

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import pickle
+import shutil
 import sys
 from io import StringIO
 from pathlib import Path
@@ -235,6 +236,10 @@ FAULTS: dict[str, tuple[Edit, str]] = {
     "no draft_vocab_size": (without("draft_vocab_size"), f"{SGLANG}: draft_vocab_size: is missing"),
     "norm_before_residual": (key(norm_before_residual=True), f"{SGLANG}: norm_before_residual: is true: ignored"),
     "activation": (key(hidden_act="gelu"), f"{BOTH}: hidden_act: is gelu"),
+    "prefix of lm_head": (
+        lambda _, tensors: tensors.update({"model.lm_head.weight": tensors.pop("lm_head.weight")}),
+        f"{BOTH}: model.lm_head.weight: should be lm_head.weight",
+    ),
     "prefix": (prefixed, f"{VLLM}: model.norm.weight: should be {NORM}"),
     "tensor too many": (added("extra.weight", torch.ones(3)), f"{VLLM}: extra.weight: is there though"),
     "q/k norm": (
@@ -251,6 +256,14 @@ def test_b29_b31_b33_b34_b36_a_planted_fault_is_found(good, target, tmp_path, mo
     assert run(monkeypatch, directory, "--target", target.path) == 1
     told = capsys.readouterr().out.splitlines()
     assert any(line.startswith("wrong: ") and expected in line for line in told), "\n".join(told)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"tensors": {"fc.weight": "x"}}'])
+def test_an_export_json_that_is_no_record_is_one_line(good, tmp_path, monkeypatch, capsys, text):
+    directory = shutil.copytree(good, tmp_path / "head")
+    (directory / "export.json").write_text(text)
+    assert run(monkeypatch, directory) == 2
+    assert "is no record of an export" in capsys.readouterr().err
 
 
 FULL_FAULTS: dict[str, tuple[Edit, str]] = {

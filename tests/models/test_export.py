@@ -108,6 +108,16 @@ def test_two_exports_of_a_checkpoint_are_equal_and_a_second_one_does_nothing(tra
     assert export_head(checkpoint, tmp_path / "a", target, ExportConfig()) is False
 
 
+@pytest.mark.parametrize("text", ['{"norm_output": true}', "{"])
+def test_a_config_that_was_edited_or_torn_is_written_again(trained, tmp_path, text):
+    target, _, checkpoint = trained()
+    export_head(checkpoint, tmp_path / "export", target, ExportConfig())
+    wanted = (tmp_path / "export" / "config.json").read_bytes()
+    (tmp_path / "export" / "config.json").write_text(text)
+    assert export_head(checkpoint, tmp_path / "export", target, ExportConfig()) is True
+    assert (tmp_path / "export" / "config.json").read_bytes() == wanted
+
+
 def test_a_head_with_a_missing_or_broken_tensor_is_refused(trained, tmp_path):
     target, head, checkpoint = trained()
     with torch.no_grad():
