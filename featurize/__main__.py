@@ -2,18 +2,24 @@
 
 Run again, it goes on where it stopped; with everything there it returns at once, without loading the model. Run many
 times at once, on any machines that see the folder, the processes share the units; each returns when all are done.
+
+With `spool.gigabytes` hidden states do not stay: it runs beside `python -m train`, which takes and removes them.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import transformers
 
 from conf import Run, stage
 from featurize.canary import run_canary
-from featurize.claims import Claims
+from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, extract, load_backend
+from featurize.extract import Widths, check_space, extract, extract_unit, load_backend
+from featurize.spool import Spool, fill, kept_part, publish
 from featurize.store import (
     cut_units,
     is_complete,
@@ -23,35 +29,43 @@ from featurize.store import (
     require_inputs,
     write_manifest,
 )
-from featurize.tokenised import describe_inputs, load_or_tokenise
+from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
 from models.target import aux_layers, describe_target
 
 
 def work(run: Run) -> bool:
-    """Make the run's features; False when they are complete already."""
-    directory = run.directory / "features"
+    """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
+    streaming = run.spool.gigabytes is not None
+    directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
     encoding = run.featurize.encoding
     require_encoding(encoding, target.hidden_size)
     inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding)
     claims = Claims(directory)
+    if streaming:
+        claims.attend(EXTRACTING)
     with claims.common():
         require_inputs(directory, inputs)
-        if is_complete(directory, inputs):
+        if not streaming and is_complete(directory, inputs):
             return False
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
     units = cut_units(tokenised, run.featurize.shard_tokens)
-    todo = [unit for unit in units if not is_finished(directory, unit)]
-    check_space(directory, tokenised, units, todo, Widths(target.hidden_size, len(layers), encoding))
+    widths = Widths(target.hidden_size, len(layers), encoding)
+    if streaming:
+        spool = Spool(directory, run.spool, units, widths)
+        if spool.finished():
+            return False
+        kept, kept_inputs = kept_part(tokenised, inputs, run.data.validation_share)
+        spool.check_space(cut_units(kept, run.featurize.shard_tokens))
+    else:
+        check_space(directory, tokenised, units, [u for u in units if not is_finished(directory, u)], widths)
 
     backend = load_backend(target, run.target, layers, run.featurize.device)
     canary = run_canary(backend, tokenised, run.featurize.canary_documents)
     with claims.common():
         require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
         record_inputs(directory, inputs)
-    extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size, encoding, claims)
-
     contract = FeatureContract(
         target_config=target.config_hash,
         target_weights=target.weights_hash,
@@ -65,10 +79,36 @@ def work(run: Run) -> bool:
         backend="transformers",
         backend_version=transformers.__version__,
     )
+    batch_tokens = run.featurize.batch_tokens
+
+    def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
+        units = cut_units(tokenised, run.featurize.shard_tokens)
+        todo = [unit for unit in units if not is_finished(directory, unit)]
+        extract(backend, directory, tokenised, todo, batch_tokens, target.hidden_size, encoding, claims)
+        with claims.common():
+            if not is_complete(directory, inputs):
+                remove_leftovers(directory)
+                write_manifest(directory, contract, inputs, tokenised, units, canary)
+
+    if not streaming:
+        complete(directory, tokenised, inputs, claims)
+        return True
+    if kept.documents:
+        folder = directory / "kept"
+        kept_claims = Claims(folder)
+        with kept_claims.common():
+            require_inputs(folder, kept_inputs)
+            record_inputs(folder, kept_inputs)
+            save(folder, kept)
+        if not is_complete(folder, kept_inputs):
+            complete(folder, kept, kept_inputs, kept_claims)
     with claims.common():
-        if not is_complete(directory, inputs):
-            remove_leftovers(directory)
-            write_manifest(directory, contract, inputs, tokenised, units, canary)
+        publish(directory, contract, inputs, tokenised, canary)
+    fill(
+        spool,
+        claims,
+        lambda unit: extract_unit(backend, tokenised, unit, batch_tokens, target.hidden_size, lambda _tokens: None),
+    )
     return True
 
 

@@ -1,4 +1,4 @@
-"""`python -m train`: feature store -> trained head."""
+"""`python -m train`: feature store -> trained head. With `spool.gigabytes`, `python -m featurize` runs beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from conf import Run, resolved, stage
 
 def main(run: Run) -> bool:
     """Open the features, train, leave checkpoints, metrics and curves in runs/<name>/train."""
+    from featurize.spooled import SpoolStore
     from featurize.store import FeatureStore
     from models.eagle3 import Eagle3Config
     from models.target import aux_layers, describe_target
@@ -14,7 +15,10 @@ def main(run: Run) -> bool:
 
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
-    store = FeatureStore.open(run.directory / "features")
+    if run.spool.gigabytes is None:
+        store = FeatureStore.open(run.directory / "features")
+    else:
+        store = SpoolStore.attach(run.spool, run.trainer.seed, run.trainer.epochs)
     store.require(target, layers)
     trainer = Trainer(
         store=store,
