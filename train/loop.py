@@ -210,8 +210,11 @@ class Trainer:
                 "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
                 total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",
             )  # fmt: skip
+        # Held by name, so that it outlives the loop: it waits for its threads, which may wait for shards until `run`
+        # has closed the store.
+        steps = self._steps(progress.step)
         with Progress(total, progress.step, shown=self.accelerator.is_main_process) as bar:
-            for line in self._steps(progress.step):
+            for line in steps:
                 progress.step += 1
                 last = progress.step == total
                 leave, trouble = self._agree(stop, None if last else self._features(progress.step, stop))

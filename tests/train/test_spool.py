@@ -154,13 +154,15 @@ def test_both_sides_killed_and_restarted_it_trains_as_from_the_whole_store_withi
 def test_extraction_that_is_gone_stops_all_ranks_with_what_they_have_and_a_restart_goes_on(
     streamed: list[str], whole: Path, tmp_path: Path, running: Processes
 ) -> None:
-    streamed = [*streamed, "trainer.packs_per_step=2", "trainer.checkpoint_every=1000", "trainer.validate_every=1000"]
-    train = tmp_path / "run/train"
+    streamed = [*streamed, "trainer.packs_per_step=2", f"spool.gigabytes={2 * BOUND / 1e9}"]
+    streamed += ["trainer.checkpoint_every=1000", "trainer.validate_every=1000"]
+    spool, train = tmp_path / "run/spool", tmp_path / "run/train"
     extraction = extract(streamed, running)
-    hurried = [*streamed, "spool.patience_s=3"]
-    both = start(["train", *streamed], ["train", *hurried])
+    watch(spool, (spool / "manifest.json").is_file, extraction)
+    command = ["train", *streamed, "spool.patience_s=2"]
+    both = start(command, command)
     running += both
-    watch(tmp_path / "run/spool", lambda: len(losses(train)) > 2, extraction, *both)
+    watch(spool, lambda: len(losses(train)) > 2, extraction, *both)
     kill(extraction)
     said = [process.communicate(timeout=120)[1] for process in both]
     assert [process.returncode for process in both] == [2, 2], said
