@@ -87,15 +87,23 @@ def extract(streamed: list[str], running: Processes) -> subprocess.Popen[str]:
     return running[-1]
 
 
-def taken(spool: Path) -> int:
-    """What the shards take up, whoever deletes some meanwhile."""
-    total = 0
+def look(spool: Path) -> dict[str, int]:
+    """Files of the shards, half written ones too, with their sizes."""
+    found = {}
     for path in [*spool.glob("shards/*"), *spool.glob("shards/.*")]:
         try:
-            total += path.stat().st_size
+            found[path.name] = path.stat().st_size
         except FileNotFoundError:
             continue
-    return total
+    return found
+
+
+def taken(spool: Path) -> int:
+    """What the shards take up: of two looks that agree, since one that takes its time sees what never was together."""
+    first, second = look(spool), look(spool)
+    while first != second:
+        first, second = second, look(spool)
+    return sum(first.values())
 
 
 def watch(spool: Path, condition, *processes: subprocess.Popen[str]) -> int:
