@@ -53,8 +53,10 @@ class SpoolStore(FeatureStore):
         self._kept_index = {index: i for i, index in enumerate(documents_held_out(self.documents, share))}
 
     @classmethod
-    def attach(cls, settings: SpoolConfig, seed: int, epochs: int) -> SpoolStore:
-        """Attend on the training side, and wait until extraction has prepared the folder.
+    def attach(
+        cls, settings: SpoolConfig, seed: int, epochs: int, leave: Callable[[], bool] = lambda: False
+    ) -> SpoolStore | None:
+        """Attend on the training side, and wait until extraction has prepared the folder, or until `leave()`: None.
 
         Raises:
             Refused: no process of extraction was there for too long, or the bound is too small.
@@ -64,6 +66,8 @@ class SpoolStore(FeatureStore):
         claims.attend(TRAINING)
         absence = Absence(settings.patience_s)
         while not (directory / "manifest.json").is_file():
+            if leave():
+                return None
             if absence.too_long(claims.anyone(EXTRACTING)):
                 raise Refused(_missing(directory, settings.patience_s))
             time.sleep(POLL_S)

@@ -3,6 +3,8 @@
 A stage is finished when what it writes last is there and the configuration that was saved with it agrees with today's
 in every section that the stage reads. If it does not agree, the stage is run again and judges for itself: it does
 nothing, goes on, or refuses.
+
+With a spool (`spool.gigabytes`) extraction is no stage of its own: it runs beside training, in the same job.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Stage:
         record: name of the configuration that it saves when it is done.
         last: what it writes last.
         progress: files that become more, or longer, as it goes on; None for a stage that is not requeued when it fails.
+        beside: what runs beside it on nodes of its own, for as long as it does: a key in `cluster`.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Stage:
     record: str
     last: Path
     progress: str | None = None
+    beside: str | None = None
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
@@ -54,13 +58,24 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     shards, checkpoints = directory / "features/shards/*.json", directory / "train/checkpoints/step-*"
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
+    if spool(values) is None:
+        stages += [
+            Stage("extract", "featurize", ("target", "data", "featurize"), "featurize", features, str(shards)),
+            Stage("train", "train", trained_by, "train", train, str(checkpoints)),
+        ]
+    else:
+        both = (*trained_by, "featurize")
+        stages.append(Stage("train", "train", both, "train", train, str(checkpoints), beside="extract"))
     return [
         *stages,
-        Stage("extract", "featurize", ("target", "data", "featurize"), "featurize", features, str(shards)),
-        Stage("train", "train", trained_by, "train", train, str(checkpoints)),
         Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"),
         Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", directory / "eval/summary.json"),
     ]
+
+
+def spool(values: Values) -> Path | None:
+    """The folder through which features are streamed from extraction to training; None when they are stored."""
+    return Path(values["spool"]["directory"]) if values["spool"]["gigabytes"] is not None else None
 
 
 def sources(values: Values) -> list[str]:

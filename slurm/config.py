@@ -14,7 +14,8 @@ class JobConfig:
 
     Attributes:
         nodes: of one job; only training spans several.
-        tasks: jobs of an array that share the work, each on `nodes`; generation and extraction only.
+        tasks: jobs of an array that share the work, each on `nodes`; generation and extraction only. With a spool,
+            so many parts of extraction run beside training instead, each with what one of those jobs asks for.
         gpus_per_node: also the number of training's processes on a node.
         processes_per_node: the same where there are no GPUs.
         cpus_per_node: of one node's processes together.
@@ -69,6 +70,8 @@ class ClusterConfig:
         environment: variables of every job, NCCL's settings among them.
         container: in which the stages run.
         python: interpreter on the nodes (in the container, if there is one); null takes the one that submits.
+        scratch: folder that all nodes see, on a file system with locks, in which a run's spool lies under its name;
+            null leaves it to `spool.directory`.
         signal_s: seconds before the time limit at which training is asked to save and is requeued.
         requeues: how often a job of training or of an array may be requeued without progress in between.
     """
@@ -82,6 +85,7 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     python: str | None = None
+    scratch: str | None = None
     signal_s: int = 120
     requeues: int = 3
     prepare: JobConfig = field(default_factory=JobConfig)

@@ -30,11 +30,13 @@ class Job:
         id: to depend on, or to cancel.
         states: of its parts, "PENDING" say, with how many are in it.
         reason: why it waits, in Slurm's word.
+        elapsed_s: since its present start; of an array, since that of the task that runs longest.
     """
 
     id: str
     states: Mapping[str, int]
     reason: str
+    elapsed_s: int
 
     @property
     def waits(self) -> bool:
@@ -52,14 +54,15 @@ def run(*words: str, environment: Mapping[str, str] | None = None) -> str:
     """What a command of Slurm prints.
 
     Raises:
-        Refused: it is not there, or fails; with its first line.
+        Refused: it is not there, or fails; with what it says.
     """
     if shutil.which(words[0]) is None:
         raise Refused(f"{words[0]} is not there; submit on a machine that can talk to Slurm, or use dry_run=true")
     result = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode:
-        said = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
-        raise Refused(f"{words[0]}: {said[0]}")
+        lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
+        said = dict.fromkeys(re.sub(rf"^{words[0]}: (error: )?", "", line.strip()) for line in lines)
+        raise Refused(f"{words[0]}: {'; '.join(said)}")
     return result.stdout
 
 
@@ -75,6 +78,19 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
 def job_name(directory: Path, stage: str) -> str:
     """Name of a stage's job in the queue."""
     return f"{directory.name}:{stage}"
+
+
+OTHER_GROUP = re.compile(r"\+[1-9]")
+"""In the id of a heterogeneous job's part: not its first, by whose id the whole job goes."""
+
+
+def seconds(used: str) -> int:
+    """A time as Slurm tells it, [days-]hours:minutes:seconds or minutes:seconds; 0 for one that it does not know."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", used)
+    if match is None:
+        return 0
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def _count(task: str) -> int:
@@ -93,21 +109,22 @@ def queued(directory: Path, stages: Sequence[str]) -> dict[str, Job]:
         Refused: Slurm does not answer, or a stage is in the queue twice.
     """
     names = {job_name(directory, stage): stage for stage in stages}
-    asked = ("squeue", "--noheader", f"--name={','.join(names)}", "--format=%F|%i|%T|%r|%j|%k")
+    asked = ("squeue", "--noheader", f"--name={','.join(names)}", "--format=%F|%i|%T|%r|%M|%j|%k")
     deadline = time.monotonic() + SETTLING_S
     while True:
-        rows = [line.split("|", 5) for line in run(*asked).splitlines()]
-        rows = [row for row in rows if len(row) == 6 and row[5] == str(directory)]
+        rows = [line.split("|", 6) for line in run(*asked).splitlines()]
+        rows = [row for row in rows if len(row) == 7 and row[6] == str(directory) and not OTHER_GROUP.search(row[1])]
         if time.monotonic() > deadline or not any(row[2] == "COMPLETING" for row in rows):
             break
         time.sleep(1)
     jobs: dict[str, Job] = {}
-    for base, task, state, reason, name, _ in rows:
+    for base, task, state, reason, used, name, _ in rows:
         stage = names[name]
-        known = jobs.get(stage, Job(base, {}, reason))
+        known = jobs.get(stage, Job(base, {}, reason, 0))
         if known.id != base:
             raise Refused(f"{stage} is in the queue twice, as jobs {known.id} and {base}; scancel one of them")
-        jobs[stage] = Job(base, {**known.states, state: known.states.get(state, 0) + _count(task)}, reason)
+        states = {**known.states, state: known.states.get(state, 0) + _count(task)}
+        jobs[stage] = Job(base, states, reason, max(known.elapsed_s, seconds(used)))
     return jobs
 
 

@@ -1,21 +1,24 @@
-"""`python -m slurm.status NAME [root=runs]`: how far a submitted run is, stage by stage, and what failed.
+"""`python -m slurm.status NAME [root=runs] [--json]`: how far a submitted run is, stage by stage, and what failed.
 
-What is finished says the disk, what waits or runs the queue, and how far a stage is its own files. Exits with 1 when a
-stage has ended without being finished.
+What is finished says the disk, what waits or runs the queue, and how far a stage is its own files (slurm/pace.py). The
+last line is about the whole chain. Exits with 1 when a stage has ended without being finished.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from models.artefact import read_json
 from models.errors import Refused
 from slurm import scheduler
-from slurm.chain import Stage, chain, is_finished
+from slurm.chain import chain, is_finished
+from slurm.pace import NOTHING, Pace, pace
 from slurm.submit import TABLE
 from train.sweep import ranking, render_table, standing
 
@@ -30,44 +33,19 @@ class Standing:
     Attributes:
         state: "finished", as in the queue, as it ended, or "not begun".
         job: the last one that was submitted for it.
-        progress: how far it is, in words.
         failed: whether it ended without being finished.
+        elapsed_s: of the job that runs since its present start, or of the last launch of what is finished.
+        pace: how far it is.
+        log: of a job that failed: its path and its last lines, or only a remark.
     """
 
     stage: str
     state: str
     job: str
-    progress: str
     failed: bool
-
-
-def progress(stage: Stage, directory: Path, sweep: Sequence[str]) -> str:
-    """How far a stage is, by what it has written."""
-    if stage.name == "train" and sweep:
-        done = sum(standing(directory.with_name(name))["state"] == "finished" for name in sweep)
-        return f"{done} of {len(sweep)} runs"
-    if stage.name == "train":
-        found = standing(directory)
-        best = "" if found["al"] is None else f", simulated AL {found['al']:.3f} at step {found['step']:,}"
-        return "" if found["state"] == "not begun" else found["state"].removeprefix("finished, ") + best
-    if stage.name == "extract":
-        return extracted(directory / "features")
-    if stage.name == "generate" and stage.progress and Path(stage.progress).exists():
-        with Path(stage.progress).open("rb") as handle:
-            return f"{sum(1 for _ in handle):,} conversations"
-    if stage.name == "evaluate" and (directory / "eval/cells.jsonl").exists():
-        with (directory / "eval/cells.jsonl").open("rb") as handle:
-            return f"{sum(1 for _ in handle)} windows measured"
-    return ""
-
-
-def extracted(features: Path) -> str:
-    """How much of a feature store is there."""
-    manifest, shards = features / "manifest.json", len(list(features.glob("shards/*.json")))
-    if manifest.exists():
-        totals = read_json(manifest)["totals"]
-        return f"{totals['tokens']:,} tokens, {totals['bytes'] / 1e9:.2f} GB"
-    return f"{shards} shards" if shards else ""
+    elapsed_s: int | None
+    pace: Pace
+    log: list[str]
 
 
 def standings(directory: Path) -> list[Standing]:
@@ -81,6 +59,7 @@ def standings(directory: Path) -> list[Standing]:
         raise Refused(f"{directory} was not submitted; python -m slurm.submit does that")
     found: dict[str, Any] = read_json(record)
     values, jobs, sweep = found["values"], found["jobs"], found["sweep"]
+    timings = read_json(directory / "timings.json") if (directory / "timings.json").exists() else {}
     stages = chain(values, directory)
     if sweep:
         stages = [*stages[: [stage.name for stage in stages].index("train") + 1], TABLE]
@@ -93,27 +72,61 @@ def standings(directory: Path) -> list[Standing]:
             done = done and all(standing(directory.with_name(name))["state"] == "finished" for name in sweep)
         else:
             done = done and is_finished(stage, values, directory)
+        elapsed, failed, far, log = None, False, NOTHING, []
         if queued is not None:
-            state, failed, job = queued.told, False, queued.id
+            state, job, elapsed = queued.told, queued.id, queued.elapsed_s or None
         elif done:
-            state, failed = "finished", False
+            state, elapsed = "finished", round(timings[stage.record]) if stage.record in timings else None
         elif job:
             state = scheduler.how_it_ended(job)
             failed = state != "COMPLETED"
             state = state if failed else "to be made again"
+            log = last_words(directory, stage.name, job) if failed else []
         else:
-            state, failed = "not begun", False
-        told.append(Standing(stage.name, state, job, progress(stage, directory, sweep), failed))
+            state = "not begun"
+        if stage != TABLE:
+            far = pace(stage, values, directory, sweep, elapsed if queued is not None else None)
+        told.append(Standing(stage.name, state, job, failed, elapsed, far, log))
     return told
 
 
-def last_words(directory: Path, stage: Standing) -> list[str]:
-    """The end of the log of a stage's job that wrote last, after the log's path; only a remark if it never began."""
-    logs = sorted((directory / "slurm").glob(f"{stage.stage}-{stage.job}*.log"), key=lambda path: path.stat().st_mtime)
+def last_words(directory: Path, stage: str, job: str) -> list[str]:
+    """The end of the log of a job that wrote last, after the log's path; only a remark if it never began."""
+    logs = sorted((directory / "slurm").glob(f"{stage}-{job}[._]*log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         return ["it never began"]
-    lines = logs[-1].read_text(errors="replace").splitlines()
-    return [str(logs[-1]), *lines[-LINES:]]
+    return [str(logs[-1]), *logs[-1].read_text(errors="replace").splitlines()[-LINES:]]
+
+
+def clock(seconds: float | None) -> str:
+    """A time in words; empty for one that is not known."""
+    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def summary(told: Sequence[Standing]) -> str:
+    """The whole chain in a line."""
+    finished = sum(stage.state == "finished" for stage in told)
+    parts = [f"{finished} of {len(told)} stages finished"]
+    for stage in told:
+        left = stage.pace.left_s
+        if stage.failed:
+            parts.append(f"{stage.stage} failed ({stage.state})")
+        elif stage.elapsed_s is not None and stage.state != "finished":
+            parts.append(f"{stage.stage} runs" + ("" if left is None else f", about {clock(left)} left of it"))
+    spent = sum(stage.elapsed_s or 0 for stage in told)
+    return "chain: " + "; ".join([*parts, f"{clock(spent)} so far"] if spent else parts)
+
+
+def show(told: Sequence[Standing]) -> None:
+    """Print a line for each stage, one for the chain, and what became of what failed."""
+    for stage in told:
+        times = clock(stage.elapsed_s) + ("" if stage.pace.left_s is None else f" (left {clock(stage.pace.left_s)})")
+        print(f"{stage.stage:10}{stage.state:28}{stage.job:>8}  {times:28}{stage.pace.told}".rstrip())
+    print(summary(told))
+    for stage in told:
+        if stage.failed:
+            print(f"\n{stage.stage}: job {stage.job} {stage.state}")
+            print("\n".join(f"    {line}" for line in stage.log))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -122,21 +135,24 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         Refused: no such run, or Slurm does not answer.
     """
-    names = [word for word in arguments if "=" not in word]
-    roots = [word.removeprefix("root=") for word in arguments if word.startswith("root=")]
-    if len(names) != 1 or len(names) + len(roots) != len(arguments) or len(roots) > 1:
-        raise Refused("usage: python -m slurm.status NAME [root=runs]")
+    words = [word for word in arguments if word != "--json"]
+    names = [word for word in words if "=" not in word]
+    roots = [word.removeprefix("root=") for word in words if word.startswith("root=")]
+    if len(names) != 1 or len(names) + len(roots) != len(words) or len(roots) > 1 or names[0].startswith("-"):
+        raise Refused("usage: python -m slurm.status NAME [root=runs] [--json]")
     directory = (Path((roots or ["runs"])[0]).expanduser() / names[0]).absolute()
     told = standings(directory)
-    for stage in told:
-        print(f"{stage.stage:10}{stage.state:28}{stage.job:>8}  {stage.progress}".rstrip())
-    for stage in told:
-        if stage.failed:
-            print(f"\n{stage.stage}: job {stage.job} {stage.state}")
-            print("\n".join(f"    {line}" for line in last_words(directory, stage)))
-    if (directory / "sweep.json").exists() and ranking(directory):
-        print()
-        render_table(directory)
+    ranked = ranking(directory) if (directory / "sweep.json").exists() else []
+    if len(words) < len(arguments):
+        sweep = [{"run": name, **found} for name, found in ranked]
+        print(
+            json.dumps({"run": str(directory), "stages": [asdict(stage) for stage in told], "sweep": sweep}, indent=2)
+        )
+    else:
+        show(told)
+        if ranked:
+            print()
+            render_table(directory)
     return int(any(stage.failed for stage in told))
 
 

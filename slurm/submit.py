@@ -3,20 +3,23 @@
     python -m slurm.submit experiment=demo cluster=cpu
     python -m slurm.submit experiment=demo cluster=gpu cluster.train.nodes=4 cluster.extract.tasks=16 dry_run=true
     python -m slurm.submit --multirun experiment=demo cluster=gpu optim.lr=1e-3,3e-4
+    python -m slurm.submit experiment=demo cluster=gpu spool=bounded cluster.scratch=/scratch cluster.extract.tasks=4
 
 Run it again at any time: what is finished or in the queue is not submitted again. A mistake in the overrides is told
 before anything is submitted. With --multirun the chain ends with training, as an array with a task for each
-combination, and a table of them. The scripts are slurm/*.sbatch; here are only their options, variables and order.
+combination, and a table of them. With a spool, extraction and training are one heterogeneous job. The scripts are
+slurm/*.sbatch; here are only their options, variables and order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from models.artefact import read_json, write_bytes, write_json
 from models.config import masked_variables
 from models.errors import Refused
 from slurm import scheduler
-from slurm.chain import Stage, Values, chain, is_finished
+from slurm.chain import Stage, Values, chain, is_finished, spool
 from slurm.config import ClusterConfig, JobConfig
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -55,6 +58,7 @@ class Submission:
     Attributes:
         after: whether the job before it must have succeeded ("afterok"), or only ended ("afterany").
         size: what it asks for, in words.
+        others: options of the other groups of a heterogeneous job; `options` are those of the first.
     """
 
     stage: str
@@ -64,16 +68,19 @@ class Submission:
     variables: dict[str, str]
     size: str
     after: str = "afterok"
+    others: tuple[list[str], ...] = ()
 
     def command(self, before: str | None) -> list[str]:
         """The words of sbatch, after a job of that id."""
         depends = [f"--dependency={self.after}:{before}", "--kill-on-invalid-dep=yes"] if before else []
-        return ["sbatch", "--parsable", *self.options, *depends, str(self.script), *self.words]
+        others = [word for group in self.others for word in (":", *group)]
+        return ["sbatch", "--parsable", *self.options, *depends, *others, str(self.script), *self.words]
 
 
 def variables(order: Order, stage: Stage, job: JobConfig) -> dict[str, str]:
     """The environment of a stage's job, beyond what it inherits."""
     cluster, container = order.cluster, order.cluster.container
+    folder = spool(order.values) if stage.beside else None
     told = {
         "ROOT": str(SCRIPTS.parent),
         "PYTHON": cluster.python or sys.executable,
@@ -85,7 +92,10 @@ def variables(order: Order, stage: Stage, job: JobConfig) -> dict[str, str]:
         "MOUNTS": ",".join(container.mounts),
         "PROGRESS": str(Path(stage.progress).absolute()) if stage.progress else "",
         "REQUEUES": str(cluster.requeues) if stage.progress else "",
+        "SIGNAL": str(cluster.signal_s) if stage.progress else "",
         "PROCESSES": str(job.processes_per_node) if stage.name == "train" else "",
+        "BESIDE": stage.beside or "",
+        "SPOOL": str(folder.absolute()) if folder else "",
     }
     return dict(cluster.environment) | {f"DRAFTSMITH_{name}": value for name, value in told.items() if value}
 
@@ -93,10 +103,11 @@ def variables(order: Order, stage: Stage, job: JobConfig) -> dict[str, str]:
 def options(order: Order, stage: Stage, job: JobConfig, array: str | None) -> list[str]:
     """sbatch's options for a stage's job."""
     cluster = order.cluster
-    log = str(order.directory / "slurm" / stage.name).replace("%", "%%") + ("-%A_%a.log" if array else "-%j.log")
+    log = str(order.directory / "slurm" / stage.name) + ("-%A_%a.log" if array else "-%j.log")
     asked: dict[str, Any] = {
         "job-name": scheduler.job_name(order.directory, stage.name),
         "comment": order.directory,
+        "export": "ALL",  # whatever the site's default is: the scripts are told what to do by variables
         "output": log,
         "partition": job.partition or cluster.partition,
         "account": cluster.account,
@@ -136,9 +147,19 @@ def submission(order: Order, stage: Stage) -> Submission:
             missing = [index for index, name in enumerate(order.sweep) if not trained(order, name)]
             tasks, array, words = len(missing), ",".join(map(str, missing)), []
             told["DRAFTSMITH_SWEEP"] = str(sweep_folder(order))
-    asked = options(order, stage, job, array)
+    others: tuple[list[str], ...] = ()
+    asked, told_size = options(order, stage, job, array), size(job, tasks)
+    if stage.beside:
+        part: JobConfig = replace(getattr(order.cluster, stage.beside), time=job.time)
+        silent = replace(stage, progress=None)  # the script is signalled, and runs on the first group
+        others = ([*options(order, silent, part, None), *OF_SCRIPT],) * part.tasks
+        told_size += f", beside {stage.beside} on {size(part, part.tasks)}"
     after = "afterany" if stage == TABLE else "afterok"
-    return Submission(stage.name, asked, script, words, told, size(job, tasks), after)
+    return Submission(stage.name, asked, script, words, told, told_size, after, others)
+
+
+OF_SCRIPT = ["--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+"""What the script asks for of the first group of a heterogeneous job only."""
 
 
 TABLE = Stage("table", "train.sweep", (), "", Path())
@@ -225,7 +246,10 @@ def carry_out(order: Order, steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
             continue
         if step.queued is not None:
             scheduler.cancel(step.queued.id)
-        before = scheduler.submit(step.submission.command(before), step.submission.variables)
+        try:
+            before = scheduler.submit(step.submission.command(before), step.submission.variables)
+        except Refused as error:
+            raise Refused(f"{step.stage}: {error}; what comes before it stays: mend this and submit again") from None
         known[step.stage] = before
         write_json(record, {"values": order.values, "sweep": list(order.sweep), "jobs": known})
         yield step.stage, f"job {before}, submitted: {step.submission.size}"
@@ -253,6 +277,20 @@ def show(steps: Sequence[Step]) -> None:
             before = step.queued.id if step.queued else None
     for script in dict.fromkeys([*(each.script for each in chosen), *([SCRIPTS / "job.sh"] if chosen else [])]):
         print(f"\n== {script}\n{script.read_text()}", end="")
+
+
+def fit(folder: Path) -> Path:
+    """A folder as it is, if it can be told to all that is told it: queue, logs, containers, patterns of the shell.
+
+    Raises:
+        Refused: it has a character that means something to one of them.
+    """
+    if found := re.search(r"[^\w./+@=~-]", str(folder)):
+        raise Refused(
+            f"{folder} has a {found[0]!r} in it; on a cluster, name=, root= and cluster.scratch= are made of letters, "
+            "digits and . _ - + @ = ~"
+        )
+    return folder
 
 
 @contextlib.contextmanager
@@ -286,8 +324,13 @@ def main(arguments: Sequence[str]) -> None:
         jobs = {Path(job.name).name: job.overrides for job in sweep.jobs}
     else:
         run = conf.load(overrides)
+    directory = fit(run.directory.absolute())
+    if run.spool.gigabytes is not None and jobs:
+        raise Refused("--multirun: the runs of a sweep share stored features; spool.gigabytes=null stores them")
+    if run.spool.gigabytes is not None and run.cluster.scratch is not None:
+        overrides = [*overrides, f"spool.directory='{fit(Path(run.cluster.scratch).absolute() / run.name)}'"]
+        run = conf.load(overrides)
     stage_overrides = [word for word in overrides if not word.startswith("dry_run=")]
-    directory = run.directory.absolute()
     order = Order(directory, conf.resolved(run), stage_overrides, run.cluster, jobs)
     if run.dry_run:
         show(plan(order, {}))
@@ -310,4 +353,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Refused as error:
         print(f"submit: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"submit: {error.strerror}: {error.filename}", file=sys.stderr)
         sys.exit(2)

@@ -5,8 +5,10 @@ With `spool.gigabytes`, `python -m featurize` runs beside it.
 
 from __future__ import annotations
 
+import sys
+
 from conf import Run, resolved, stage
-from train.signals import StopRequest
+from train.signals import PREEMPTED, StopRequest
 
 
 def main(run: Run) -> bool:
@@ -21,9 +23,12 @@ def main(run: Run) -> bool:
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
     if run.spool.gigabytes is None:
-        store = FeatureStore.open(run.directory / "features")
+        store: FeatureStore = FeatureStore.open(run.directory / "features")
     else:
-        store = SpoolStore.attach(run.spool, run.trainer.seed, run.trainer.epochs)
+        attached = SpoolStore.attach(run.spool, run.trainer.seed, run.trainer.epochs, lambda: stop.asked)
+        if attached is None:
+            sys.exit(PREEMPTED)
+        store = attached
     store.require(target, layers)
     trainer = Trainer(
         store=store,

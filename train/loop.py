@@ -381,7 +381,14 @@ class Trainer:
             self.window.rows += counts[0]
             line = None
             if figures is not None:
-                line = {"step": step + 1, **figures, "lr": lr, "grad_norm": norm, **self.window.rates()}
+                line = {
+                    "step": step + 1,
+                    "of": len(self.plan),
+                    **figures,
+                    "lr": lr,
+                    "grad_norm": norm,
+                    **self.window.rates(),
+                }
                 self.window = Window()
             paused = time.monotonic()
             yield line

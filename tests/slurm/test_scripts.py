@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,10 @@ def test_every_script_parses_and_is_clean(script: Path) -> None:
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 TOLD = (*RENDEZVOUS, "OMP_NUM_THREADS")
 SRUN = """
-while [[ $1 == --* ]]; do echo "$1" >>{record}/srun; shift; done
+group=$(printf '%s\\n' "$@" | sed -n 's/^--het-group=//p')
+while [[ $1 == --* ]]; do echo "$1" >>{record}/srun$group; shift; done
 env | grep -E '^SLURM_(CPUS|TRES)_PER_TASK=' >{record}/inherited
+if [[ $group ]]; then {beside}; exec "$@"; fi
 {signal}
 SLURM_PROCID={task} SLURM_LOCALID=$(({task} % {gpus})) exec "$@"
 """
@@ -72,6 +75,8 @@ class Job:
     ends_with: int = 0
     work: str = ""
     signal: str = ""
+    beside: str = ""
+    away: str = ""
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def render(self, *words: str, task: int = 0) -> Task:
@@ -81,6 +86,7 @@ class Job:
             folder.mkdir(parents=True, exist_ok=True)
         given = {"record": record, "task": task, "gpus": max(1, self.gpus), "last": 100 + self.nodes}
         given |= {"names": "|".join(TOLD), "ends_with": self.ends_with, "work": self.work, "signal": self.signal}
+        given |= {"beside": self.beside or ":"}
         bodies = {
             "srun": SRUN,
             "scontrol": SCONTROL,
@@ -88,8 +94,14 @@ class Job:
             "apptainer": 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"',
         }
         bodies["squeue"] = f"echo {self.state}"
+        if self.away:
+            (stubs / "sleep").write_text("#!/bin/sh\n")  # so long does nobody wait here
+            (stubs / "sleep").chmod(0o755)
+        fails = f"[[ $1 == show ]] || (($(wc -l <{record}/tries) >= 5)) || {{ echo once >>{record}/tries; exit 1; }}\n"
+        (record / "tries").touch()
         for name, body in bodies.items():
             text = body.format(**given) if name in ("srun", "scontrol", "python") else body
+            text = fails + text if name == self.away else text
             (stubs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (stubs / name).chmod(0o755)
         ours = {
@@ -223,6 +235,84 @@ def test_a_task_of_a_sweep_reads_its_own_overrides_and_progress(tmp_path: Path) 
     (tmp_path / "run-lr-1/train/checkpoints/step-1").mkdir(parents=True)
     assert job.render().requeued == "requeue 90_3"
     assert job.render().requeued is None
+
+
+def streaming(tmp_path: Path, **how: Any) -> Job:
+    """Training on a node of eight GPUs, and two nodes that extract beside it."""
+    told = {"SLURM_HET_SIZE": "3", "DRAFTSMITH_BESIDE": "extract", "DRAFTSMITH_SPOOL": str(tmp_path / "spool")}
+    told |= {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "96", "SLURM_CPUS_PER_TASK_HET_GROUP_1": "12"}
+    return Job(tmp_path, "train.sbatch", gpus=8, variables=told, **how)
+
+
+def test_streaming_trains_on_the_first_group_and_extracts_on_each_of_the_others(tmp_path: Path) -> None:
+    job = streaming(tmp_path, work="[[ $3 == featurize ]] && exec sleep 60; sleep 1")
+    started = job.render("experiment=demo", "spool.gigabytes=64")
+    assert started.command == ["-u", "-m", "train", "experiment=demo", "spool.gigabytes=64"], started.said
+    assert (started.environment["WORLD_SIZE"], started.environment["OMP_NUM_THREADS"]) == ("8", "12")
+    assert {"--nodes=1", "--ntasks=8", "--ntasks-per-node=8"} <= set(started.srun)
+    assert not any(word.startswith("--het-group") for word in started.srun)
+    for group in (1, 2):
+        assert (tmp_path / f"record/srun{group}").read_text().split()[-3:] == [
+            f"--het-group={group}",
+            "--nodes=1",
+            "--ntasks=1",
+        ]
+        told = (tmp_path / f"run/slurm/extract-101_{group}.log").read_text().splitlines()
+        assert [line[5:] for line in told if line.startswith("word")] == ["-u", "-m", "featurize", *started.command[3:]]
+        assert not any(line.startswith(("WORLD_SIZE=", "RANK=")) for line in told), "it is no process of training"
+    assert "OMP_NUM_THREADS=12" in (tmp_path / "run/slurm/extract-101_1.log").read_text()
+    assert (tmp_path / "spool").is_dir()
+    assert (started.status, started.requeued) == (0, None)
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(1, "requeue 101"), (2, None)])
+def test_extraction_that_dies_stops_training_and_decides_whether_both_are_requeued(
+    tmp_path: Path, code: int, requeued: str | None
+) -> None:
+    work = f"if [[ $3 == featurize ]]; then sleep 1; echo no planes; exit {code}; fi; sleep 60 >/dev/null 2>&1 & wait"
+    ended = streaming(tmp_path, work=work).render()
+    assert (tmp_path / "record/asked").read_text() == "asked\n"
+    assert (ended.status, ended.requeued) == (code, requeued), ended.said
+    assert f"job 101: extract ended with exit code {code} (log: {tmp_path}/run/slurm/extract-101_" in ended.said
+    assert "no planes" in ended.said
+
+
+def test_training_that_dies_stops_extraction_and_both_are_requeued(tmp_path: Path) -> None:
+    ended = streaming(
+        tmp_path,
+        work="if [[ $3 == featurize ]]; then exec sleep 60; fi; sleep 1; exit 1",
+        beside=f"echo $$ >>{tmp_path}/extracting",
+    ).render()
+    assert (ended.status, ended.requeued) == (1, "requeue 101"), ended.said
+    pids = [int(pid) for pid in (tmp_path / "extracting").read_text().split()]
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_extraction_that_found_nothing_to_do_looks_again_while_training_runs(tmp_path: Path) -> None:
+    stub = tmp_path / "bin/sleep"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\n[ "$1" = 10 ] && set -- 0.2; exec /bin/sleep "$@"\n')
+    stub.chmod(0o755)
+    work = (
+        "if [[ $3 == featurize ]]; then exit 0; fi; until [[ $(grep -c het {record}/srun1) > 2 ]]; do sleep 0.1; done"
+    )
+    job = streaming(tmp_path, work=work.replace("{record}", str(tmp_path / "record")))
+    assert job.render().status == 0
+
+
+def test_what_does_not_stop_when_it_is_asked_is_killed_in_time_to_be_requeued(tmp_path: Path) -> None:
+    asks = "script=$PPID; (sleep 1; kill -USR1 $script) &"
+    deaf = "trap '' USR1; exec sleep 60 >/dev/null 2>&1"
+    job = Job(tmp_path, "train.sbatch", signal=asks, work=deaf, variables={"DRAFTSMITH_SIGNAL": "4"})
+    ended = job.render()
+    assert (ended.status, ended.requeued) == (143, "requeue 101"), ended.said
+    assert "job 101: it does not stop, and is killed" in ended.said
+
+
+@pytest.mark.parametrize("command", ["squeue", "scontrol"])
+def test_a_job_that_ends_while_the_controller_is_away_waits_for_it(tmp_path: Path, command: str) -> None:
+    job = Job(tmp_path, "train.sbatch", ends_with=1, away=command)
+    assert job.render().requeued == "requeue 101"
 
 
 @pytest.mark.parametrize("gpus", [0, 8])

@@ -1,92 +1,22 @@
-"""slurm.submit and slurm.status with stubs for Slurm's commands: what is submitted, after what, with which options."""
+"""slurm.submit with stubs for Slurm's commands: what is submitted, after what, with which options."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 import conf
 import slurm.status
 import slurm.submit
 from models.errors import Refused
-from slurm.chain import chain
-
-ROOT = Path(__file__).resolve().parents[2]
-STAGES = ["extract", "train", "export", "evaluate"]
-SBATCH = """
-count=$(cat {folder}/count 2>/dev/null || echo 100)
-echo $((count + 1)) >{folder}/count
-printf '%s\\n' "$@" >{folder}/sbatch-$((count + 1))
-env >{folder}/env-$((count + 1))
-echo "$((count + 1));cluster"
-"""
-
-
-class Slurm:
-    """Stubs of Slurm's commands on the PATH: sbatch counts from 101, squeue shows `queue`."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.say("sbatch", SBATCH.format(folder=folder))
-        self.say("scancel", f'echo "$1" >>{folder}/cancelled')
-        self.say("squeue", f"cat {folder}/queue 2>/dev/null || true")
-        patch.setenv("PATH", str(folder), prepend=":")
-
-    def say(self, command: str, body: str) -> None:
-        (self.folder / command).write_text(f"#!/bin/bash\n{body}\n")
-        (self.folder / command).chmod(0o755)
-
-    def queue(self, *jobs: tuple[str, str, str], run: Path) -> None:
-        """(id, stage, state) of what is in the queue; an id like 7_[0-3] are the tasks of an array."""
-        rows = [f"{id.split('_')[0]}|{id}|{state}|Dependency|{run.name}:{stage}|{run}" for id, stage, state in jobs]
-        (self.folder / "queue").write_text("".join(row + "\n" for row in rows))
-
-    def submitted(self) -> dict[int, list[str]]:
-        return {int(f.name.split("-")[1]): f.read_text().splitlines() for f in sorted(self.folder.glob("sbatch-*"))}
-
-    def environment(self, job: int) -> dict[str, str]:
-        return dict(line.split("=", 1) for line in (self.folder / f"env-{job}").read_text().splitlines() if "=" in line)
-
-    @property
-    def cancelled(self) -> list[str]:
-        record = self.folder / "cancelled"
-        return record.read_text().split() if record.exists() else []
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    return Slurm(tmp_path / "bin", monkeypatch)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / "mine"
-
-
-@pytest.fixture
-def overrides(tmp_path: Path) -> list[str]:
-    return ["name=mine", f"root={tmp_path}/runs", "target.path=somewhere", "data.conversations=[a b.jsonl]"]
-
-
-def option(words: list[str], name: str) -> str | None:
-    return next((word.partition("=")[2] for word in words if word.startswith(f"--{name}=")), None)
-
-
-def finish(run: Path, overrides: list[str], *stages: str) -> None:
-    """Leave what these stages leave when they are done."""
-    values = conf.resolved(conf.load(overrides))
-    for stage in chain(values, run):
-        if stage.name in stages:
-            stage.last.parent.mkdir(parents=True, exist_ok=True)
-            stage.last.write_text('{"totals": {"tokens": 1, "bytes": 1}, "best_al": 2.0, "best_step": 1}')
-            (run / "config").mkdir(exist_ok=True)
-            OmegaConf.save(OmegaConf.create(values), run / "config" / f"{stage.record}.yaml")
+from tests.slurm.conftest import ROOT, SBATCH, STAGES, Slurm, finish, option
 
 
 def stages_of(stub: Slurm) -> list[str]:
@@ -198,13 +128,132 @@ def test_other_settings_make_a_stage_and_all_after_it_run_again(stub: Slurm, ove
     assert stages_of(stub)[1:] == ["train", "export", "evaluate"]
 
 
+STREAMED = ["train", "export", "evaluate"]
+STREAMING = ["spool=bounded", "cluster=gpu", "cluster.extract.tasks=2", "cluster.train.nodes=3"]
+
+
+def groups(words: list[str]) -> list[list[str]]:
+    """The options of each group of a heterogeneous job."""
+    ends = [i for i, word in enumerate([*words, ":"]) if word == ":"]
+    return [words[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+
+
+def test_streaming_is_one_job_of_a_group_that_trains_and_others_that_extract(
+    stub: Slurm, overrides: list[str], run: Path, capsys
+) -> None:
+    slurm.submit.main([*overrides, *STREAMING])
+    assert stages_of(stub) == STREAMED
+    train, *extract = groups(stub.submitted()[101])
+    assert (option(train, "nodes"), option(train, "gpus-per-node"), option(train, "signal")) == ("3", "8", "B:USR1@120")
+    assert len(extract) == 2
+    for group in extract:
+        wanted = {"nodes": "1", "gpus-per-node": "1", "cpus-per-task": "12", "mem": "96G", "time": "24:00:00"}
+        wanted |= {"job-name": "mine:train", "comment": str(run), "ntasks-per-node": "1", "open-mode": "append"}
+        assert {name: option(group, name) for name in wanted} == wanted
+        assert "--requeue" in group
+        assert (option(group, "signal"), option(group, "array")) == (None, None)
+    told = stub.environment(101)
+    assert (told["DRAFTSMITH_BESIDE"], told["DRAFTSMITH_SPOOL"]) == ("extract", f"{run}/spool")
+    assert "(24 processes)" in (said := capsys.readouterr().out) and "beside extract on 2 x 1 node of 1 GPU" in said
+    assert ":" not in stub.submitted()[102]
+    stub.queue(("101+0", "train", "RUNNING"), ("102+1", "train", "RUNNING"), ("102", "export", "PENDING"), run=run)
+    slurm.submit.main([*overrides, *STREAMING])
+    assert stages_of(stub) == [*STREAMED, "evaluate"]
+    assert "job 101, RUNNING\n" in capsys.readouterr().out
+
+
+def test_the_spool_lies_where_the_cluster_has_scratch(stub: Slurm, overrides: list[str], tmp_path: Path) -> None:
+    slurm.submit.main([*overrides, *STREAMING, f"cluster.scratch={tmp_path}/fast"])
+    words = stub.submitted()[101]
+    assert conf.load(words[-len(overrides) - 6 :]).spool.directory == f"{tmp_path}/fast/mine"
+    assert stub.environment(101)["DRAFTSMITH_SPOOL"] == f"{tmp_path}/fast/mine"
+    slurm.submit.main([*overrides, f"cluster.scratch={tmp_path}/fast"])
+    assert "spool.directory" not in "".join(stub.submitted()[104]), "nothing is streamed"
+
+
+def test_a_run_that_was_trained_from_a_spool_is_finished(stub: Slurm, overrides: list[str], run: Path) -> None:
+    finish(run, [*overrides, *STREAMING], *STREAMED)
+    slurm.submit.main([*overrides, *STREAMING, "cluster.extract.tasks=9"])
+    assert stub.submitted() == {}
+    slurm.submit.main([*overrides, *STREAMING, "featurize.encoding=int8"])
+    assert stages_of(stub) == STREAMED
+
+
+def test_two_submissions_at_once_submit_everything_once(stub: Slurm, overrides: list[str], run: Path) -> None:
+    row = f"$count|$count|PENDING|Dependency|0:00|$(sed -n 's/^--job-name=//p' {stub.folder}/sbatch-$count)|{run}"
+    stub.say(
+        "sbatch", SBATCH.format(folder=stub.folder) + f'sleep 0.2; let count++; echo "{row}" >>{stub.folder}/queue'
+    )
+    words = [sys.executable, "-m", "slurm.submit", *overrides]
+    both = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = sorted(process.communicate()[0].count("submitted") for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert told == [0, 4]
+    assert stages_of(stub) == STAGES
+
+
+def test_a_submitter_killed_between_two_jobs_leaves_what_the_next_one_completes(
+    stub: Slurm, overrides: list[str], run: Path, capsys
+) -> None:
+    stub.say("sbatch", SBATCH.format(folder=stub.folder) + "((count == 101)) && kill -KILL $PPID || true")
+    words = [sys.executable, "-m", "slurm.submit", *overrides]
+    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    assert stages_of(stub) == STAGES[:2]
+    assert list(json.loads((run / "slurm/jobs.json").read_text())["jobs"]) == STAGES[:1], "the second is in no record"
+    stub.say("sbatch", SBATCH.format(folder=stub.folder))
+    stub.queue(("101", "extract", "RUNNING"), ("102", "train", "PENDING"), run=run)
+    slurm.submit.main(overrides)
+    assert stages_of(stub) == STAGES
+    assert option(stub.submitted()[103], "dependency") == "afterok:102"
+    capsys.readouterr()
+    stub.queue(*((str(101 + i), stage, "PENDING") for i, stage in enumerate(STAGES)), run=run)
+    assert slurm.status.main(["mine", f"root={run.parent}"]) == 0
+    assert re.search(r"^train +PENDING \(Dependency\) +102", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_what_sbatch_says_of_a_limit_is_told_with_the_stage(stub: Slurm, overrides: list[str]) -> None:
+    limit = "AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
+    stub.say("sbatch", f"printf 'sbatch: error: {limit}\\n' >&2; exit 1")
+    said = "extract: sbatch: AssocMaxSubmitJobLimit; Batch job submission failed: Job violates accounting/QOS policy; "
+    with pytest.raises(Refused, match=re.escape(said)):
+        slurm.submit.main(overrides)
+
+
+@pytest.mark.parametrize("command", ["submit", "status"])
+def test_a_controller_that_does_not_answer_is_told_and_nothing_is_submitted(
+    stub: Slurm, overrides: list[str], run: Path, command: str
+) -> None:
+    slurm.submit.main(overrides)
+    stub.say("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(Refused, match="squeue: slurm_load_jobs error: Unable to contact slurm controller"):
+        slurm.submit.main(overrides) if command == "submit" else slurm.status.main(["mine", f"root={run.parent}"])
+    assert len(stub.submitted()) == len(STAGES), "it cannot be known what is in the queue"
+
+
+@pytest.mark.parametrize("name", ["my run", "a,b", "a|b", "a$(x)", "a;b", "a%j", "run[1]", "run*", "a:b"])
+def test_a_name_that_means_something_to_shell_queue_or_container_is_refused(
+    stub: Slurm, overrides: list[str], name: str
+) -> None:
+    with pytest.raises(Refused, match="on a cluster, name=, root= and cluster.scratch= are made of letters"):
+        slurm.submit.main([*overrides, f"name='{name}'"])
+    assert stub.submitted() == {}
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(stub: Slurm, overrides: list[str], run: Path) -> None:
+    run.parent.mkdir()
+    run.write_text("no folder")
+    words = [sys.executable, "-m", "slurm.submit", *overrides]
+    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (2, f"submit: Not a directory: {run}/slurm\n")
+
+
 def test_a_submission_that_slurm_refuses_halfway_is_completed_by_the_next(stub: Slurm, overrides, run: Path) -> None:
     stub.say(
         "sbatch",
         f"[[ -e {stub.folder}/sbatch-102 ]] && {{ echo no such account >&2; exit 1; }}"
         + SBATCH.format(folder=stub.folder),
     )
-    with pytest.raises(Refused, match="sbatch: no such account"):
+    with pytest.raises(Refused, match="export: sbatch: no such account; what comes before it stays"):
         slurm.submit.main(overrides)
     stub.say("sbatch", SBATCH.format(folder=stub.folder))
     stub.queue(
@@ -215,7 +264,7 @@ def test_a_submission_that_slurm_refuses_halfway_is_completed_by_the_next(stub: 
 
 
 MISTAKES = ["cluster.trainn.nodes=2", "cluster.train.nodes=0", "cluster.extract.nodes=2", "cluster=nowhere"]
-MISTAKES += ["cluster.export.tasks=2", "cluster.container.kind=docker"]
+MISTAKES += ["cluster.export.tasks=2", "cluster.container.kind=docker", "cluster.scrach=x"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -246,6 +295,11 @@ def test_a_dry_run_shows_no_credentials(overrides: list[str], capsys) -> None:
     assert "very-secret" not in told
 
 
+def test_a_sweep_is_not_streamed(stub: Slurm, overrides: list[str]) -> None:
+    with pytest.raises(Refused, match="--multirun: the runs of a sweep share stored features; spool.gigabytes=null"):
+        slurm.submit.main([*SWEEP, *overrides, "spool=bounded"])
+
+
 SWEEP = ["--multirun", "optim.lr=1e-3,3e-4", "objective.loss=kl,nla"]
 
 
@@ -273,47 +327,14 @@ def test_a_sweep_is_an_array_with_a_run_of_its_own_for_every_task(
     assert option(stub.submitted()[103], "array") == "0,2,3", "only what is missing"
 
 
-def test_status_tells_progress_by_what_is_on_disk(stub: Slurm, overrides: list[str], run: Path, capsys) -> None:
-    slurm.submit.main(overrides)
-    (run / "features/shards").mkdir(parents=True)
-    for index in range(3):
-        (run / f"features/shards/{index}.json").touch()
-    stub.queue(
-        ("101_[3-7]", "extract", "PENDING"), ("101_1", "extract", "RUNNING"), ("102", "train", "PENDING"), run=run
-    )
-    stub.say("sacct", "echo CANCELLED by 0")
-    capsys.readouterr()
-    assert slurm.status.main(["mine", f"root={run.parent}"]) == 1
-    told = capsys.readouterr().out
-    assert re.search(r"^extract +5 PENDING \+ RUNNING +101 +3 shards$", told, re.MULTILINE)
-    assert re.search(r"^train +PENDING \(Dependency\) +102$", told, re.MULTILINE)
-    assert re.search(r"^export +CANCELLED +103$", told, re.MULTILINE)
-    assert "export: job 103 CANCELLED\n    it never began" in told
-
-
-def test_status_shows_the_end_of_the_log_of_what_failed(stub: Slurm, overrides: list[str], run: Path, capsys) -> None:
-    slurm.submit.main(overrides)
-    (run / "slurm/extract-101.log").write_text("".join(f"line {index}\n" for index in range(30)))
-    stub.say("sacct", "echo FAILED")
-    capsys.readouterr()
-    assert slurm.status.main(["mine", f"root={run.parent}"]) == 1
-    told = capsys.readouterr().out
-    assert f"{run}/slurm/extract-101.log\n    line 22\n" in told
-    assert "line 29" in told
-
-
-def test_status_of_what_was_never_submitted_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="was not submitted"):
-        slurm.status.main(["mine", f"root={tmp_path}"])
-
-
 def commands() -> list[str]:
-    """Every call of slurm.submit in the documents."""
+    """Every call of slurm.submit in the documents, and what the files of clusters say about how they are chosen."""
     texts = [(ROOT / name).read_text() for name in ("README.md", "slurm/submit.py")]
-    return [
-        match[1]
-        for text in texts
-        for match in re.finditer(r"^    python -m slurm\.submit ([^#\n]*)", text, re.MULTILINE)
+    called = r"^    python -m slurm\.submit ([^#\n]*)"
+    chosen = r"^# (cluster=.*)$"
+    clusters = [path.read_text() for path in sorted((ROOT / "conf/cluster").glob("*.yaml"))]
+    return [match[1] for text in texts for match in re.finditer(called, text, re.MULTILINE)] + [
+        f"experiment=demo {match[1]}" for text in clusters for match in re.finditer(chosen, text, re.MULTILINE)
     ]
 
 
@@ -324,4 +345,5 @@ def test_b43_every_submission_in_the_documents_composes_and_renders(command: str
 
 
 def test_there_are_submissions_in_the_documents() -> None:
-    assert len(commands()) >= 3
+    assert len(commands()) >= 6
+    assert sum("cluster.container.image" in command for command in commands()) == 2

@@ -22,6 +22,7 @@ from tests.conftest import sentence, write_lines
 from tests.train.runs import final_head, losses, overrides, start, train_here
 from train.measure import Journal
 from train.resume import checkpoints, step_of
+from train.signals import PREEMPTED
 
 BOUND = 250_000
 """Bytes; a tenth of what is trained on."""
@@ -210,6 +211,16 @@ def test_training_that_is_gone_stops_extraction_with_one_line(
 def test_training_that_finds_nobody_says_what_to_start(streamed: list[str], tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"nobody has been extracting into .* for 0.5 s and nothing is there yet; start"):
         train_here([*streamed, "spool.patience_s=0.5"])
+
+
+def test_training_that_is_asked_to_stop_while_nothing_is_there_yet_leaves(
+    streamed: list[str], tmp_path: Path, running: Processes
+) -> None:
+    running += start(["train", *streamed])
+    watch(tmp_path / "run/spool", (tmp_path / "run/spool/.claims").exists, running[-1])
+    running[-1].send_signal(signal.SIGUSR1)
+    running[-1].communicate(timeout=60)
+    assert running[-1].returncode == PREEMPTED
 
 
 def test_a_store_that_only_passes_through_is_none_to_open_as_a_whole(streamed: list[str]) -> None:

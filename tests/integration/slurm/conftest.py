@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, controller and one node, all ours, all stopped at the end.
+"""A real Slurm on this machine: munge, controller and two nodes, all ours, all stopped at the end.
 
 Everything (key, sockets, state, logs) is in a temporary folder and every port is free when it starts, so a
 Slurm that the machine may already have is not touched. The daemons stay in the foreground as our children.
@@ -23,7 +23,6 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket
 ProctrackType=proctrack/linuxproc
@@ -32,21 +31,24 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmUser=root
 StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool
+SlurmdSpoolDir={directory}/spool-%n
 SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.log
+SlurmdLogFile={directory}/slurmd-%n.log
 SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
 ReturnToService=2
 MpiDefault=none
 MailProg=/bin/true
 JobRequeue=1
 MinJobAge=3600
-SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
+KillWait=5
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=8 RealMemory=1000 State=UNKNOWN
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+HOST = socket.gethostname().split(".")[0]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
 
@@ -82,13 +84,23 @@ class Cluster:
     def requeued(self, job: str, count: int) -> None:
         """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay of two minutes short."""
         until(lambda: self.restarts(job) >= count, f"{count} requeues of job {job}", self, 300)
-        waiting = self.command("squeue", "--noheader", f"--jobs={job}", "--states=PENDING", "--array", "--format=%i")
-        for task in waiting.split():
-            self.command("scontrol", "update", f"JobId={task}", "StartTime=now+20")
+
+        def goes_on() -> bool:
+            rows = self.command("squeue", "--noheader", f"--jobs={job}", "--array", "--format=%i %T %r").splitlines()
+            parts = [row.split(maxsplit=2) for row in rows]
+            held = [part for part, state, reason in parts if state == "PENDING" and reason == "BeginTime"]
+            for part in held:  # again and again: a script that ends only now begins the delay anew
+                now = ["scontrol", "update", f"JobId={part}", "StartTime=now"]
+                subprocess.run(now, env=self.environment, capture_output=True)  # it may have begun meanwhile
+            return not held and all(state != "COMPLETING" for _, state, _ in parts)
+
+        until(goes_on, f"job {job} goes on", self, 300)
 
     def restarts(self, job: str) -> int:
-        """How often the tasks of a job have been requeued."""
-        return sum(int(count) for count in re.findall(r"Restarts=(\d+)", self.command("scontrol", "show", "job", job)))
+        """How often the tasks of a job have been requeued; the groups of a heterogeneous one are requeued together."""
+        told = self.command("scontrol", "show", "job", job).split("\n\n")
+        parts = [part for part in told if not re.search(r"HetJobOffset=[1-9]", part)]
+        return sum(int(count) for part in parts for count in re.findall(r"Restarts=(\d+)", part))
 
 
 def free_ports(count: int) -> list[int]:
@@ -107,20 +119,18 @@ def until(ready: Callable[[], bool], what: str, cluster: Cluster, timeout_s: flo
 
 
 def write_configuration(directory: Path) -> None:
-    host = socket.gethostname().split(".")[0]
-    controller, node = free_ports(2)
-    for name in ("state", "spool"):
-        (directory / name).mkdir()
+    controller, *nodes = free_ports(3)
+    (directory / "state").mkdir()
     (directory / "munge.key").write_bytes(os.urandom(128))
     (directory / "munge.key").chmod(0o400)
     (directory / "slurm.conf").write_text(
-        CONFIGURATION.format(host=host, controller_port=controller, node_port=node, directory=directory)
+        CONFIGURATION.format(host=HOST, controller_port=controller, ports=nodes, directory=directory)
     )
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A Slurm of one node; its jobs are cancelled and its daemons stopped when the tests are over."""
+    """A Slurm of two nodes; its jobs are cancelled and its daemons stopped when the tests are over."""
     assert os.getuid() == 0, "these tests start Slurm daemons, which needs root"
     for program in ("munged", "slurmctld", "slurmd"):
         assert shutil.which(program), f"{program} is not installed; make test-slurm installs it"
@@ -131,7 +141,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
 
         def start(*words: str) -> None:
-            log = stack.enter_context((directory / f"{words[0]}.out.log").open("wb"))
+            log = stack.enter_context((directory / f"{words[0]}.out.log").open("ab"))
             process = subprocess.Popen(
                 words, env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
@@ -141,14 +151,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         start("munged", "--foreground", "--force", *(f"--{name}={directory / file}" for name, file in munge.items()))
         until((directory / "munge.socket").exists, "munged listens", cluster)
         start("slurmctld", "-D", "-f", str(directory / "slurm.conf"))
-        start("slurmd", "-D", "-f", str(directory / "slurm.conf"))
+        for node in (HOST, "localhost"):
+            start("slurmd", "-D", "-N", node, "-f", str(directory / "slurm.conf"))
         sinfo = ["sinfo", "--noheader", "--format=%T"]
 
         def idle() -> bool:
             result = subprocess.run(sinfo, env=cluster.environment, capture_output=True, text=True)
             return result.stdout.strip() == "idle"
 
-        until(idle, "the node is idle", cluster)
+        until(idle, "the nodes are idle", cluster)
         stack.callback(cancel_all, cluster)
         yield cluster
 

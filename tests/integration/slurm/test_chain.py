@@ -175,13 +175,13 @@ def test_only_what_is_missing_is_submitted_and_a_cancelled_stage_stops_the_chain
 def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     cluster: Cluster, straight: Path, settings: list[str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once by `scontrol requeue`, once by USR1 before its time limit, until which its processes are held.
+    """Once by `scontrol requeue`, once by USR1 before its time limit, which is brought near while they are held.
 
     The first may end in SIGKILL before all is saved: srun kills its tasks when Slurm's SIGTERM reaches it, too.
     """
     run = root / "preempted"
     shutil.copytree(straight / "features", run / "features")
-    limit = ["cluster.train.time='00:03:00'", "cluster.signal_s=60"]
+    limit = ["cluster.train.time='01:00:00'", "cluster.signal_s=180"]
     slurm.submit.main(["name=preempted", *settings, *limit, "trainer.checkpoint_every=1"])
     job = jobs(run)["train"]
     until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
@@ -195,8 +195,14 @@ def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     for process in held:
         os.kill(process, signal.SIGSTOP)
     try:
-        asked = f"job {job}: asked to stop"
+        asked, used = (
+            f"job {job}: asked to stop",
+            cluster.command("squeue", "--noheader", f"--jobs={job}", "--format=%M"),
+        )
+        limit_at = scheduler.seconds(used.strip()) // 60 + 3
+        cluster.command("scontrol", "update", f"JobId={job}", f"TimeLimit={limit_at}")
         until(lambda: asked in (run / f"slurm/train-{job}.log").read_text(), "USR1 comes", cluster, 300)
+        cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     finally:
         for process in held:
             os.kill(process, signal.SIGCONT)
@@ -234,6 +240,47 @@ def test_a_task_of_an_array_that_is_killed_or_preempted_is_requeued_alone_and_th
     assert cluster.restarts(job) == 2
     assert (run / "features/manifest.json").exists()
     scheduler.cancel(jobs(run)["train"])
+
+
+def test_streaming_is_one_job_on_two_nodes_that_is_requeued_as_a_whole_when_extraction_or_its_node_dies(
+    cluster: Cluster, settings: list[str], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training stands still where it wants a shard that this process claims, until each has happened."""
+    run = root / "streamed"
+    spool = run / "spool"
+    streaming = [
+        "spool.gigabytes=1e-3",
+        "trainer.shuffle_shards=1",
+        "trainer.epochs=3",
+        "trainer.checkpoint_every=1000",
+    ]
+    apart = ["cluster.train.cpus_per_node=5", "cluster.extract.cpus_per_node=5"]  # of eight: not on one node together
+    done = submitted(["name=streamed", *settings, *streaming, *apart], capsys)
+    assert list(done) == ["train", "export", "evaluate"]
+    job = jobs(run)["train"]
+    log = run / f"slurm/train-{job}.log"
+    claims = Claims(spool)
+    with claims.unit(8, wait=False):
+        until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
+        nodes = cluster.command("squeue", "--noheader", f"--jobs={job}", "--format=%N").split()
+        assert len(set(nodes)) == 2
+        (extraction,) = processes("featurize", "streamed")
+        os.kill(extraction, signal.SIGKILL)
+        cluster.requeued(job, 1)
+    assert "extract ended with exit code" in log.read_text()
+    assert re.search(r"asked to stop: step \d+ is saved", log.read_text()), "training left with what it had"
+    first = steps(run)
+    with claims.unit(20, wait=False):
+        until(lambda: steps(run) > first, "training goes on", cluster, 600)
+        cluster.command(
+            "scontrol", "update", f"NodeName={nodes[1]}", "State=DOWN", "Reason=test"
+        )  # it will answer again
+        until(lambda: cluster.restarts(job) == 2, "both are requeued", cluster, 120)
+        cluster.requeued(job, 2)
+    assert cluster.wait(job) == "COMPLETED", said(run)
+    assert sorted(losses(run)) == list(range(1, steps(run) + 1)), "no step is missing"
+    assert not list(spool.glob("shards/*")), "all that was made is used and gone"
+    scheduler.cancel(jobs(run)["export"])
 
 
 def test_what_comes_after_a_refused_stage_is_cancelled_and_status_tells_why(
