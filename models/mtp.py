@@ -13,7 +13,7 @@ Legend: T positions of a pack, R rows, H hidden, A = 1 plane, V vocabulary, N he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,6 +64,16 @@ def _handed_out(
 
 
 AttentionInterface.register(HANDED_OUT, _handed_out)
+
+
+def _in_full(router: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A router's forward in the precision of its weights: under autocast near-ties would go to other experts."""
+
+    def precise(hidden: torch.Tensor) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return forward(hidden.to(router.get_parameter("weight").dtype))
+
+    return precise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +150,11 @@ class MtpConfig:
 
 
 class MtpHead(nn.Module):
-    """The trainable module. `ids_D` are the ids that it proposes: all."""
+    """The trainable module. `ids_D` are the ids that it proposes, all of them; the output head is the target's."""
 
     ids_D: torch.Tensor
     reduced = False
+    lm_head = None
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
@@ -156,9 +167,16 @@ class MtpHead(nn.Module):
         self.embedding_norm, self.hidden_norm = classes.norm(hidden, eps), classes.norm(hidden, eps)
         self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = classes.layer(block, self.family.first(block.num_hidden_layers))
+        for module in self.layer.modules():
+            if type(module).__name__.endswith("Router"):
+                module.forward = _in_full(module, module.forward)
         self.final_norm = classes.norm(hidden, eps)
         self.rotary = classes.rotary(block)
         self.register_buffer("ids_D", torch.arange(config.vocab_size), persistent=False)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Its tensors as views, under the names that the family's checkpoints have for them."""
+        return self.family.stored(self.state_dict(), self.config.block["num_hidden_layers"])
 
     def compile_parts(self) -> None:
         """Fuse what is elementwise and reads memory more often than it computes, as in `Eagle3Head`."""
