@@ -13,7 +13,8 @@ Legend: T positions of a pack, R rows, H hidden, A = 1 plane, V vocabulary, N he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,14 +67,15 @@ def _handed_out(
 AttentionInterface.register(HANDED_OUT, _handed_out)
 
 
-def _in_full(router: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A router's forward in the precision of its weights: under autocast near-ties would go to other experts."""
+@functools.cache
+def _precise(router: type[nn.Module]) -> type[nn.Module]:
+    """A router that computes in the precision of its weights: autocast would send near-ties to other experts."""
 
-    def precise(hidden: torch.Tensor) -> Any:
+    def forward(self: nn.Module, hidden: torch.Tensor) -> Any:
         with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden.to(router.get_parameter("weight").dtype))
+            return router.forward(self, hidden.to(self.get_parameter("weight").dtype))
 
-    return precise
+    return type(router.__name__, (router,), {"forward": forward})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ class MtpHead(nn.Module):
         self.layer = classes.layer(block, self.family.first(block.num_hidden_layers))
         for module in self.layer.modules():
             if type(module).__name__.endswith("Router"):
-                module.forward = _in_full(module, module.forward)
+                module.__class__ = _precise(module.__class__)
         self.final_norm = classes.norm(hidden, eps)
         self.rotary = classes.rotary(block)
         self.register_buffer("ids_D", torch.arange(config.vocab_size), persistent=False)
