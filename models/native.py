@@ -45,8 +45,8 @@ def load_native(target: Target, config: MtpConfig) -> MtpHead:
     missing, unexpected = sorted(views.keys() - found), sorted(found - views.keys() - copies.keys())
     if missing or unexpected:
         raise Refused(
-            f"{target.path}: its MTP module is not one of the family {config.family} as its config describes it: "
-            f"missing {missing}, unexpected {unexpected}"
+            f"draft.algorithm=mtp_native: the MTP module of {target.path} is not one of the family {config.family} as "
+            f"its config describes it: missing {missing}, unexpected {unexpected}"
         )
     for name, view in views.items():
         tensor = target.read(name)
