@@ -178,8 +178,8 @@ def family_of(target: Target) -> str:
     family = FAMILIES[name]
     if not any(family.owns(each, target.num_layers) for each in target.files):
         raise Refused(
-            f"draft.algorithm=mtp_native: {target.path} (model type {target.config.model_type}) holds no MTP module "
-            f"of a family that is known ({', '.join(FAMILIES)}); draft.algorithm=mtp trains a new one for a dense target"
+            f"draft.algorithm=mtp_native: {target.path} ({target.config.model_type}) holds no MTP module of a "
+            f"known family ({', '.join(FAMILIES)}); draft.algorithm=mtp trains a new one for a dense target"
         )
     if (count := getattr(target.config, family.count, None)) not in (None, 1):
         raise Refused(
@@ -225,6 +225,9 @@ def dense_block(target: Target) -> dict[str, Any]:
     for key in ("rms_norm_eps", "intermediate_size"):
         if getattr(config, key, None) is None:
             raise refuse(f"its config has no {key}")
+    window = getattr(config, "sliding_window", None)
+    if window and window < target.context_length:
+        raise refuse(f"sliding_window={window}, which vLLM would give the MTP block and training does not")
     if getattr(config, "quantization_config", None):
         raise refuse("it is quantised, and vLLM would take the MTP block for quantised too")
     heads = config.num_attention_heads
