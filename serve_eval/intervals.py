@@ -77,7 +77,7 @@ def throughput(windows: Windows) -> float | None:
     return sum(counts) / seconds if counts and None not in counts and seconds > 0 and sum(counts) else None
 
 
-def _by_repeat(windows: Windows) -> dict[int, float]:
+def by_repeat(windows: Windows) -> dict[int, float]:
     """Repeat -> logarithm of its throughput."""
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for window in windows:
@@ -88,7 +88,7 @@ def _by_repeat(windows: Windows) -> dict[int, float]:
 
 def paired_logs(base: Windows, ours: Windows) -> tuple[list[float], str]:
     """Logarithms of the paired ratios ours / base, and what the pairs are: "repeats" or "prompts"."""
-    before, after = _by_repeat(base), _by_repeat(ours)
+    before, after = by_repeat(base), by_repeat(ours)
     both = sorted(before.keys() & after.keys())
     if len(both) >= ENOUGH_REPEATS:
         return [after[repeat] - before[repeat] for repeat in both], "repeats"
