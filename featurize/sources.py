@@ -28,8 +28,8 @@ FILES = (".jsonl", ".gz", ".parquet", ".arrow")
 """Endings of single files that are read here; anything else must be a folder."""
 
 
-def locate(name: str) -> Path:
-    """The file or folder of a name; a hub name (owner/name) is fetched first.
+def locate(name: str, key: str = "data.conversations") -> Path:
+    """The file or folder of a name that setting `key` gives; a hub name (owner/name) is fetched first.
 
     Raises:
         Refused: there is no such thing.
@@ -38,7 +38,7 @@ def locate(name: str) -> Path:
     if path.exists():
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix in FILES:
-        raise Refused(f"no such file: {path} (data.conversations; relative paths start at the current folder)")
+        raise Refused(f"no such file: {path} ({key}; relative paths start at the current folder)")
     from huggingface_hub import snapshot_download
 
     try:
@@ -46,7 +46,7 @@ def locate(name: str) -> Path:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise Refused(
-            f"no such file or folder: {name}, nor is it a data set reachable on the hub ({reason}); data.conversations "
+            f"no such file or folder: {name}, nor is it a data set reachable on the hub ({reason}); {key} "
             "wants files, folders or hub names (owner/name)"
         ) from None
 

@@ -142,7 +142,7 @@ class EngineConfig:
     """A server that we start.
 
     Attributes:
-        kind: "vllm", or "none" to evaluate in process only.
+        kind: "vllm" or "sglang", or "none" to evaluate in process only.
         python: interpreter of the environment that holds the engine.
         dtype: dtype of the served target and head.
         max_model_len: context length of the server.
@@ -163,5 +163,5 @@ class EngineConfig:
     startup_timeout_s: float = 900
 
     def __post_init__(self) -> None:
-        if self.kind not in ("vllm", "none"):
-            raise ValueError(f"engine.kind={self.kind} is not one of vllm, none")
+        if self.kind not in ("vllm", "sglang", "none"):
+            raise ValueError(f"engine.kind={self.kind} is not one of vllm, sglang, none")

@@ -23,7 +23,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -55,7 +55,9 @@ class Server:
         url: base URL, without /v1.
         shown: the command as a person would type it, environment first.
         log_file: where its output goes.
-        version: what it reports at /version.
+        version: what it reports.
+        kind: "vllm" or "sglang".
+        model: the name under which it serves the target.
         process: None for one that somebody else started; then there is no command and no log either.
     """
 
@@ -65,6 +67,8 @@ class Server:
     version: str
     process: subprocess.Popen[bytes] | None
     log_start: int = 0
+    kind: str = "vllm"
+    model: str = "target"
 
     @property
     def ended(self) -> bool:
@@ -110,17 +114,22 @@ def find_interpreter(engine: EngineConfig) -> Path:
     return Path(found).absolute()
 
 
-def _local(path: str) -> str:
+def local(path: str) -> str:
+    """The absolute path of what is there, since a server runs in a folder of its own; another name as it is."""
     expanded = Path(path).expanduser()
     return str(expanded.absolute()) if expanded.exists() else path
 
 
 def command(engine: EngineConfig, target_path: str, port: int, purpose: Sequence[str] = ()) -> list[str]:
     """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone."""
-    words = [str(find_interpreter(engine)), "-m", "vllm.entrypoints.openai.api_server"]
-    words += ["--model", _local(target_path), "--served-model-name", "target"]
-    words += ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
-    words += ["--max-model-len", str(engine.max_model_len)]
+    python = [str(find_interpreter(engine)), "-m"]
+    place = ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
+    if engine.kind == "sglang":
+        words = [*python, "sglang.launch_server", "--model-path", local(target_path), "--served-model-name", "target"]
+        words += [*place, "--context-length", str(engine.max_model_len), "--enable-metrics"]
+    else:
+        words = [*python, "vllm.entrypoints.openai.api_server", "--model", local(target_path)]
+        words += ["--served-model-name", "target", *place, "--max-model-len", str(engine.max_model_len)]
     if engine.tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
     return [*words, *purpose, *engine.arguments]
@@ -169,14 +178,23 @@ def get(url: str, timeout_s: float) -> httpx.Response:
     return httpx.get(url, timeout=timeout_s, trust_env=False, verify=PLAIN)
 
 
-def _version(url: str) -> str:
+def _asked(url: str, *keys: str | int) -> str | None:
+    """What a JSON page of a server says at `keys`; None where there is no such thing."""
     try:
-        return str(get(f"{url}/version", timeout_s=10).json()["version"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return "unknown"
+        value = get(url, timeout_s=10).json()
+        for key in keys:
+            value = value[key]
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
+        return None
+    return str(value)
 
 
-def attached(url: str, key: str) -> Server:
+def _version(url: str, kind: str) -> str:
+    page = "server_info" if kind == "sglang" else "version"
+    return _asked(f"{url}/{page}", "version") or "unknown"
+
+
+def attached(url: str, key: str, kind: str = "vllm") -> Server:
     """A server that somebody else started, at the URL that setting `key` names.
 
     Raises:
@@ -187,7 +205,8 @@ def attached(url: str, key: str) -> Server:
         get(f"{url}/health", timeout_s=10).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Refused(f"{key}={url}: no healthy server is there ({str(error) or repr(error)})") from None
-    return Server(url, "", Path(), _version(url), None)
+    model = _asked(f"{url}/v1/models", "data", 0, "id") or "target"
+    return Server(url, "", Path(), _version(url, kind), None, kind=kind, model=model)
 
 
 def _group_lives(group: int) -> bool:
@@ -295,11 +314,11 @@ def running(
         try:
             guardian = _guardian(process.pid, scratch)
             reachable = "127.0.0.1" if engine.host == "0.0.0.0" else engine.host
-            server = Server(f"http://{reachable}:{port}", shown, log_file, "", process, log_start)
+            server = Server(f"http://{reachable}:{port}", shown, log_file, "", process, log_start, engine.kind)
             started = time.monotonic()
             _wait_until_healthy(server, engine.startup_timeout_s)
             log.info("server (%s) is ready after %.0f s", name, time.monotonic() - started)
-            yield Server(server.url, shown, log_file, _version(server.url), process, log_start)
+            yield replace(server, version=_version(server.url, engine.kind))
         finally:
             try:
                 _stop(process)

@@ -17,22 +17,22 @@ def main(run: Run) -> bool:
     from models.errors import Refused
     from models.export import load_export, refresh_card
     from models.target import describe_target
-    from serve_eval.prompts import load_prompts
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
     from serve_eval.sweep import check_possible, failures, run_sweep
+    from serve_eval.workloads import load_workload
 
     target = describe_target(run.target)
     export, directory = run.directory / "export", run.directory / "eval"
     head, made_for = load_export(export)
     if made_for != describe(target):
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
-    prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
+    prompts = load_workload(run.eval, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
     exported = fingerprint([weights, file_sha256(export / "config.json")])
     drafter = describe_draft_model(run.eval.drafting, target)
-    settings = asdict(run.eval) | {"prompts": None}  # their contents count, not where they lie
+    settings = asdict(run.eval) | {"prompts": None, "datasets": None}  # their contents count, not where they lie
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
     asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
     key = fingerprint([describe(target), exported, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
@@ -50,7 +50,7 @@ def main(run: Run) -> bool:
                 "eval.served_k must be given: the server drafts with the head, and the best k of the reference decoder "
                 f"is that of eval.drafting.method={run.eval.drafting.method}"
             )
-        check_possible(run.engine, sweep, prompts)
+        check_possible(run.engine, sweep, prompts, export)
 
     measurement = Measurement(target, head, exported, prompts, run.eval, directory)
     measured = measurement.run()
@@ -79,7 +79,9 @@ def main(run: Run) -> bool:
             prompts=prompts,
             directory=directory,
         )
-        served["agreement"] = measurement.agreement(served, k, sweep.max_new_tokens)
+        # The reference decoder answers greedily and to the natural stop; only the head's AL is to be held to its.
+        alike = not sweep.sampling and not sweep.ignore_eos and "eagle3" in served["methods"]
+        served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
         served["warnings"] += disagreements(served["agreement"])
         summary["lossless"][f"vllm_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"] = served.pop(
             "lossless"

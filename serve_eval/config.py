@@ -89,11 +89,74 @@ class DraftingConfig:
 
 
 @dataclass
+class MethodConfig:
+    """One way of serving the target in the sweep.
+
+    Attributes:
+        method: "none", "eagle3" (the exported head), "draft_model", "ngram" (prompt lookup) or "suffix" (of vLLM, with
+            the package arctic-inference in its environment).
+        k: drafted tokens per step; null takes eval.served_k, and without it the k that the reference decoder chose.
+        model: the draft model of method=draft_model: a local directory, or a name that the engine can resolve.
+        lookup_min, lookup_max: tokens that prompt lookup must and may find again.
+        url: a server of this method that runs already, by whatever hand; null starts one. Its counters are global: let
+            nobody else use it meanwhile.
+    """
+
+    method: str = "eagle3"
+    k: int | None = None
+    model: str | None = None
+    lookup_min: int = 2
+    lookup_max: int = 4
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in SERVED:
+            raise ValueError(f"eval.methods: method={self.method} is not one of {', '.join(SERVED)}")
+        if self.k is not None and (self.k < 1 or self.method == "none"):
+            raise ValueError(f"eval.methods: method={self.method} with k={self.k}; k is at least 1, and none has none")
+        if (self.method == "draft_model") != (self.model is not None) and self.url is None:
+            raise ValueError("eval.methods: model names the draft model of method=draft_model, and of no other")
+        if not 1 <= self.lookup_min <= self.lookup_max:
+            raise ValueError(
+                f"eval.methods: lookup_min={self.lookup_min} must be from 1 to lookup_max={self.lookup_max}"
+            )
+        if self.url is not None:
+            check_url(self.url, "eval.methods")
+
+
+SERVED = ("none", "eagle3", "draft_model", "ngram", "suffix")
+"""Methods that a server can be started with."""
+
+
+def check_url(url: str, key: str) -> None:
+    """Raise ValueError unless `url` is a plain http(s) address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        raise ValueError(f"{key}: url must be http(s)://host[:port], without credentials or a query")
+
+
+@dataclass
+class SamplingConfig:
+    """How a route's tokens are drawn in the served sweep; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"eval.sampling: temperature={self.temperature} must not be negative, top_p={self.top_p} from 0 to 1"
+            )
+
+
+@dataclass
 class EvalConfig:
     """What is measured.
 
     Attributes:
         prompts: JSON-lines files of evaluation conversations (id, route, messages ending with a user).
+        datasets: common sets by name (`serve_eval.workloads.SETS`) -> local file or folder, or null for the hub.
+        dataset_rows: prompts taken of each of them, the first.
         k: drafted tokens per step in the reference decoder: the length of a chain, the depth of a tree.
         drafting: what the reference decoder drafts with, and how tokens are drawn.
         served_k: drafted tokens in the server; null takes the k that the reference's own measurement
@@ -101,31 +164,66 @@ class EvalConfig:
         max_new_tokens: tokens per answer.
         served_new_tokens: tokens per answer in the served sweep; null for as many.
         batch_size: requests decoded together by the reference decoder.
+        methods: what the served sweep compares with the server alone (method none, which is always measured first);
+            empty for the exported head. Either all of them run already, none included, or none does.
+        side_by_side: keep the servers of all methods running and measure each window on one after the other, so that
+            a drifting machine does not decide the ratio; they must fit into memory together. Otherwise one server
+            at a time, and the report says that drift is not excluded. Servers that run already are side by side.
+        repeats: how often each window is measured; from 3 on, they give the gain's confidence interval.
         concurrencies: closed-loop client counts of the served sweep.
+        rates: further open-loop loads, in requests per second (Poisson arrivals).
+        input_lengths: further routes of prompts of exactly so many tokens, in the served sweep only.
         requests_per_route: fixed prompts per route in each cell of the sweep.
+        sampling: route -> temperature and top_p in the served sweep; "all" for the routes that are not named.
+        ignore_eos: answers of exactly `served_new_tokens` tokens instead of natural stops.
+        seed: of arrivals and samples.
+        price_per_hour: of the machine; gives the cost of a million tokens.
         device: device of the reference decoder.
     """
 
     prompts: list[str] = field(default_factory=list)
+    datasets: dict[str, str | None] = field(default_factory=dict)
+    dataset_rows: int = 80
     k: int = 4
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     served_k: int | None = None
     max_new_tokens: int = 96
     served_new_tokens: int | None = None
     batch_size: int = 16
+    methods: list[MethodConfig] = field(default_factory=list)
+    side_by_side: bool = False
+    repeats: int = 1
     concurrencies: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    rates: list[float] = field(default_factory=list)
+    input_lengths: list[int] = field(default_factory=list)
     requests_per_route: int = 2
     warmup_requests: int = 2
     request_timeout_s: float = 300
+    sampling: dict[str, SamplingConfig] = field(default_factory=dict)
+    ignore_eos: bool = False
+    seed: int = 0
+    price_per_hour: float | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for key in ("k", "served_k", "max_new_tokens", "served_new_tokens", "batch_size", "requests_per_route"):
+        counts = ("k", "served_k", "max_new_tokens", "served_new_tokens", "batch_size", "requests_per_route", "repeats")
+        for key in (*counts, "dataset_rows"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
+        for key in ("rates", "input_lengths"):
+            if min(getattr(self, key), default=1) <= 0:
+                raise ValueError(f"eval.{key}={getattr(self, key)} must be positive")
+        if self.price_per_hour is not None and self.price_per_hour <= 0:
+            raise ValueError(f"eval.price_per_hour={self.price_per_hour} must be positive")
+        if len({method.url is None for method in self.methods}) > 1:
+            raise ValueError(
+                "eval.methods: name a url for every method, or for none: a ratio needs servers of one kind"
+            )
+        if self.methods and self.methods[0].url and "none" not in {method.method for method in self.methods}:
+            raise ValueError("eval.methods: name the url of a server without speculation too, as method none")
         drafting, k = self.drafting, self.k
         if drafting.tree == "static" and (depth := max(map(len, drafting.paths))) != k:
             raise ValueError(f"eval.k={k} must be the depth of eval.drafting.paths, {depth}")
@@ -151,9 +249,7 @@ class BackendConfig:
     max_in_flight: int = 256
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ValueError("gateway.backends: url must be http(s)://host[:port], without credentials or a query")
+        check_url(self.url, "gateway.backends")
         if (self.method == "none") != (self.k == 0) or self.k < 0:
             raise ValueError(f"gateway.backends: method={self.method} with k={self.k}; k is 0 exactly for method none")
         if self.max_in_flight < 1:

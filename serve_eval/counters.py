@@ -29,6 +29,14 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _QUEUE = "vllm:request_queue_time_seconds"
+_SGLANG = {
+    "sglang:num_running_reqs": _RUNNING,
+    "sglang:num_queue_reqs": _WAITING,
+    "sglang:queue_time_seconds_sum": f"{_QUEUE}_sum",
+    "sglang:queue_time_seconds_count": f"{_QUEUE}_count",
+}
+"""What means the same in SGLang's metrics."""
+_GAUGE = "sglang:spec_accept_length"
 
 
 class CounterReset(Refused):
@@ -47,6 +55,7 @@ class Counters:
         busy: requests running or waiting in the engine at this moment.
         waiting: those of them that wait.
         queue_s, queued: seconds that requests have waited so far, and how many did.
+        gauge: SGLang's own AL, of whatever it last averaged over.
     """
 
     drafts: int | None
@@ -58,6 +67,7 @@ class Counters:
     waiting: int = 0
     queue_s: float = 0.0
     queued: int = 0
+    gauge: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,19 +106,20 @@ class Acceptance:
 
 
 def parse_counters(text: str) -> Counters:
-    """Read the Prometheus exposition `text` of a vLLM server.
+    """Read the Prometheus exposition `text` of a vLLM or SGLang server.
 
     Raises:
         Refused: the text is not in Prometheus' format.
     """
     drafts: int | None = None
     draft_tokens = accepted = busy = waiting = queued = 0
-    queue_s = 0.0
+    queue_s, gauge = 0.0, None
     positions: dict[int, int] = {}
     created: list[float] = []
     try:
         for family in text_string_to_metric_families(text):
             for name, labels, value, *_ in family.samples:
+                name = _SGLANG.get(name, name)
                 if name == f"{_DRAFTS}_total":
                     drafts = (drafts or 0) + int(value)
                 elif name == f"{_DRAFT_TOKENS}_total":
@@ -128,6 +139,8 @@ def parse_counters(text: str) -> Counters:
                     queue_s += value
                 elif name == f"{_QUEUE}_count":
                     queued += int(value)
+                elif name == _GAUGE:
+                    gauge = value
     except (ValueError, KeyError) as error:
         raise Refused(f"the server's /metrics is not in Prometheus' text format ({error})") from None
     per_position = tuple(positions.get(position, 0) for position in range(max(positions, default=-1) + 1))
@@ -141,6 +154,7 @@ def parse_counters(text: str) -> Counters:
         waiting,
         queue_s,
         queued,
+        gauge,
     )
 
 

@@ -1,143 +1,41 @@
-"""The report's pictures, each from the contents of summary.json alone.
-
-Figures are made without pyplot (no global state, no display) and inlined as SVG images, so that no
-identifier of one can clash with another's. One colour per meaning: grey is the server without a head, blue
-with it, red the line at 1.0 below which speculation costs.
-"""
+"""The report's pictures, each from the contents of summary.json alone: acceptance here, the served sweep beside it."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator
 
-INK, MUTED, GRID = "#1c2330", "#667085", "#e4e7ec"
-BASELINE, SPECULATION, LOSS = "#98a2b3", "#2f5fd0", "#c0392b"
-ROUTES = ("#2f5fd0", "#d97706", "#12805c", "#a23b9c", "#0e8fa8", "#b4413c", "#6b5bd2", "#7a6a00")
-NAMES = {"none": "without a head", "eagle3": "with the head"}
-
-Summary = Mapping[str, Any]
-
-
-def clients(end: float) -> str:
-    """A crossover concurrency as text: as exact as it is known, "5.4", "4" or "37"."""
-    return f"{end:.0f}" if end >= 10 else f"{round(end, 1):g}"
-
-
-def pooled_cells(served: Summary, route: str = "all") -> dict[tuple[str, int], Mapping[str, Any]]:
-    """(method, concurrency) -> cell of one route; by default of all pooled."""
-    return {(cell["method"], cell["concurrency"]): cell for cell in served["cells"] if cell["route"] == route}
-
-
-def measured_concurrencies(served: Summary) -> list[int]:
-    """The concurrencies that were measured, ascending."""
-    return sorted({cell["concurrency"] for cell in served["cells"]})
-
-
-def _axes(width: float = 6.4, height: float = 3.7) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(colors=MUTED, labelsize=9)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=MUTED, fontsize=9.5)
-    axes.set_ylabel(y, color=MUTED, fontsize=9.5)
-
-
-def _legend(axes: Axes, **options: Any) -> None:
-    """The legend, or a word where nothing is known that it could name."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, **options)
-    else:
-        axes.text(0.5, 0.5, "not known", transform=axes.transAxes, ha="center", color=MUTED)
-
-
-def _image(figure: Figure) -> str:
-    """The figure as a data URL of an SVG; the same figure gives the same bytes."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "draftsmith"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, facecolor="white")
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue().encode()).decode()
-
-
-def _concurrency_axis(axes: Axes, concurrencies: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(concurrencies)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(concurrencies[0] / 1.15, concurrencies[-1] * 1.15)
-
-
-def _plot_speedup(summary: Summary) -> Figure:
-    served = summary["served"]
-    figure, axes = _axes(11.5, 3.8)
-    concurrencies = measured_concurrencies(served)
-    for index, (route, ratios) in enumerate(served.get("speedup_by_route", {}).items()):
-        known = [(c, ratios[str(c)]) for c in concurrencies if ratios.get(str(c)) is not None]
-        if known:
-            axes.plot(
-                *zip(*known, strict=True), color=ROUTES[index % len(ROUTES)], linewidth=1.1, alpha=0.75, label=route
-            )
-    pooled = [(c, served["speedup"][str(c)]) for c in concurrencies if served["speedup"].get(str(c)) is not None]
-    if pooled:
-        axes.plot(*zip(*pooled, strict=True), color=INK, linewidth=2.4, marker="o", markersize=5, label="all routes")
-    axes.axhline(1.0, color=LOSS, linewidth=1.1, linestyle=(0, (4, 3)))
-    end = served["crossover_concurrency"]
-    if end is not None:
-        axes.axvline(end, color=LOSS, linewidth=0.9, alpha=0.6)
-        right = end > (concurrencies[0] * concurrencies[-1]) ** 0.5
-        axes.annotate(
-            f"gain ends at {clients(end)}" if end > concurrencies[0] else "no gain",
-            (end, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(-5 if right else 5, -3),
-            textcoords="offset points",
-            ha="right" if right else "left",
-            va="top",
-            color=LOSS,
-            fontsize=9,
-        )
-    _concurrency_axis(axes, concurrencies)
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.9), max(high, 1.1) + 0.06 * (high - low))
-    _label(axes, "concurrent clients", "speedup of output tokens/s")
-    _legend(axes, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=INK)
-    return figure
-
-
-def _plot_throughput(summary: Summary) -> Figure:
-    served = summary["served"]
-    figure, axes = _axes()
-    concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
-    for method, color, marker in (("none", BASELINE, "s"), ("eagle3", SPECULATION, "o")):
-        cells = [(c, pooled[method, c]["output_tokens_per_s"]) for c in concurrencies if (method, c) in pooled]
-        known = [(c, rate) for c, rate in cells if rate is not None]
-        if known:
-            axes.plot(
-                *zip(*known, strict=True), color=color, linewidth=2.2, marker=marker, markersize=5, label=NAMES[method]
-            )
-    _concurrency_axis(axes, concurrencies)
-    axes.set_ylim(bottom=0)
-    _label(axes, "concurrent clients", "output tokens/s, all routes")
-    _legend(axes, fontsize=9, loc="best", labelcolor=INK)
-    return figure
+from serve_eval.axes import (
+    INK,
+    LOSS,
+    MUTED,
+    ROUTES,
+    SPECULATION,
+    Summary,
+    head_of,
+    image,
+    label,
+    legend,
+    measured_concurrencies,
+    new_axes,
+    pooled_cells,
+)
+from serve_eval.plots_served import (
+    plot_cost,
+    plot_latency,
+    plot_open_loop,
+    plot_predictions,
+    plot_requests,
+    plot_speedup,
+    plot_throughput,
+)
 
 
 def _plot_positions(summary: Summary) -> Figure:
-    figure, axes = _axes()
+    figure, axes = new_axes()
     reference = summary["reference"]
     for index, (route, each) in enumerate(reference["routes"].items()):
         if shares := each["per_position"]:
@@ -151,14 +49,14 @@ def _plot_positions(summary: Summary) -> Figure:
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1)
-    _label(axes, "draft position", "share of drafts accepted up to here")
-    _legend(axes, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=INK)
+    label(axes, "draft position", "share of drafts accepted up to here")
+    legend(axes, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=INK)
     return figure
 
 
 def _plot_acceptance(summary: Summary) -> Figure:
     """AL by route: the reference decoder's, and the server's (lowest concurrency) where there is one."""
-    figure, axes = _axes()
+    figure, axes = new_axes()
     reference, served = summary["reference"], summary.get("served")
     routes = list(reference["routes"])
     series = [
@@ -166,7 +64,7 @@ def _plot_acceptance(summary: Summary) -> Figure:
     ]
     if served:
         lowest = measured_concurrencies(served)[0]
-        als = [pooled_cells(served, route).get(("eagle3", lowest), {}).get("al") for route in routes]
+        als = [pooled_cells(served, route).get((head_of(served), lowest), {}).get("al") for route in routes]
         k = served.get("k", summary["k"])
         if any(al is not None for al in als):
             series.append((f"server (k = {k}, {lowest} client{'s' if lowest > 1 else ''})", als, "#9db7ee"))
@@ -183,55 +81,56 @@ def _plot_acceptance(summary: Summary) -> Figure:
     axes.axhline(1.0, color=LOSS, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.set_xticks(range(len(routes)), routes)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.14)
-    _label(axes, "", "tokens per target forward")
-    _legend(axes, fontsize=8.5, loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.14), labelcolor=INK)
+    label(axes, "", "tokens per target forward")
+    legend(axes, fontsize=8.5, loc="upper center", ncols=2, bbox_to_anchor=(0.5, 1.14), labelcolor=INK)
     return figure
 
 
-def _plot_latency(summary: Summary) -> Figure:
-    """p50 (mark) to p99 (thin end) of TTFT and TPOT per concurrency, both methods."""
-    served = summary["served"]
-    figure = Figure(figsize=(6.4, 3.7), layout="constrained")
-    concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
-    for axes, key, title in zip(figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), ("TTFT", "TPOT"), strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(MUTED)
-        axes.tick_params(colors=MUTED, labelsize=9)
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        for method, color, shift in (("none", BASELINE, 1 / 1.07), ("eagle3", SPECULATION, 1.07)):
-            for c in concurrencies:
-                spread = pooled.get((method, c), {}).get(key) or {"p50": None}
-                if spread["p50"] is None:
-                    continue
-                axes.plot([c * shift] * 2, [spread["p50"], spread["p99"]], color=color, linewidth=1.4)
-                axes.plot([c * shift] * 2, [spread["p50"], spread["p95"]], color=color, linewidth=3.2)
-                axes.plot(c * shift, spread["p50"], "o", color=color, markersize=6)
-            axes.plot([], [], color=color, marker="o", label=NAMES[method])
-        _concurrency_axis(axes, concurrencies)
-        axes.set_xlim(concurrencies[0] / 1.4, concurrencies[-1] * 1.4)
-        axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize=10, color=INK, loc="left")
-        _label(axes, "concurrent clients", "ms" if key == "ttft_ms" else "ms per token")
-        if key == "ttft_ms":
-            _legend(axes, fontsize=8.5, loc="upper left", labelcolor=INK)
+def _plot_lengths(summary: Summary) -> Figure:
+    """AL over k of every route: what one pass with the longest k says of the shorter ones."""
+    figure, axes = new_axes()
+    reference = summary["reference"]
+    for index, (route, each) in enumerate(reference["routes"].items()):
+        if als := each.get("al_by_k"):
+            color = ROUTES[index % len(ROUTES)]
+            axes.plot(range(1, len(als) + 1), als, color=color, linewidth=1.5, marker="o", markersize=3.5, label=route)
+    als = reference["al_by_k"]
+    axes.plot(range(1, len(als) + 1), als, color=INK, linewidth=2.4, linestyle=(0, (4, 2)), label="all routes")
+    best = summary.get("best_k")
+    if best is not None and best <= len(als):
+        axes.plot(best, als[best - 1], "*", color=LOSS, markersize=12, label="fastest k for one user")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    label(axes, "drafted tokens per step, k", "tokens per target forward")
+    legend(axes, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=INK)
     return figure
 
 
 def draw_plots(summary: Summary) -> list[dict[str, Any]]:
     """All pictures that the summary has figures for: `title`, `note`, `image` (a data URL), `wide`."""
     drawn: list[tuple[str, str, Callable[[Summary], Figure]]] = []
-    if summary.get("served"):
+    served, reference = summary.get("served"), summary.get("reference")
+    if served:
         drawn += [
-            ("Speedup over concurrency", "Above the dashed line the head pays; below it, it costs.", _plot_speedup),
-            ("Throughput over concurrency", "Output tokens per second of all clients together.", _plot_throughput),
-            ("Latency over concurrency", "Dot: p50; thick line: to p95; thin line: to p99.", _plot_latency),
+            ("Speedup over concurrency", "Above the dashed line the head pays; below it, it costs.", plot_speedup),
+            ("Throughput over concurrency", "Output tokens per second of all clients together.", plot_throughput),
+            ("Latency over concurrency", "Dot: p50; thick line: to p95; thin line: to p99.", plot_latency),
         ]
-    if summary.get("reference"):
+        if served.get("open_loop"):
+            drawn.append(("Open loop", "End-to-end time as requests come, not as answers go.", plot_open_loop))
+        if served.get("model"):
+            drawn.append(("Speedup over k, modelled", "Star: the best k; dot: measured.", plot_predictions))
+        if any(cell.get("al_by_request") and cell["method"] == head_of(served) for cell in served["cells"]):
+            drawn.append(("AL of single requests", "Dot: median; thick: deciles; thin: extremes.", plot_requests))
+        if served.get("price_per_hour"):
+            drawn.append(("Cost of a million output tokens", "In the currency of eval.price_per_hour.", plot_cost))
+    if reference:
         drawn += [
             ("Acceptance length by route", "1.0 (dashed) is what the target does alone.", _plot_acceptance),
             ("Acceptance by draft position", "Reference decoder, share of drafting steps.", _plot_positions),
         ]
+        if reference.get("al_by_k"):
+            drawn.append(("Acceptance length over k", "Reference decoder; shorter k are estimates.", _plot_lengths))
     return [
-        {"title": title, "note": note, "image": _image(plot(summary)), "wide": plot is _plot_speedup}
+        {"title": title, "note": note, "image": image(plot(summary)), "wide": plot is plot_speedup}
         for title, note, plot in drawn
     ]

@@ -4,11 +4,9 @@ Per route and load level the policy names the method and k to use, with the numb
 that was not measured: a load between two measured concurrencies is judged by the higher one (gains shrink with
 load), a load above the highest is "none", and so is every level at which the interval of the gain holds 1.0.
 
-The interval comes from the requests of the two windows, as long as a cell is measured once: each prompt was sent
-with and without speculation at the same concurrency, and Student's t over the logarithms of its two speeds (output
-tokens per second of that request, queueing included) gives the range of their geometric mean. Two prompts are then
-hardly evidence, and the policy says "none": more of them (`eval.requests_per_route`) are the cure. Not in it: that
-the machine drifted between the windows.
+The interval is that of `serve_eval.intervals`: over repeats of the windows, or over the prompts where there are too
+few repeats. Two prompts are hardly evidence, and the policy then says "none": more of them (`eval.requests_per_route`)
+or repeats (`eval.repeats`) are the cure.
 
 A gain depends on acceptance, and acceptance on traffic, which changes. With k and load as they are, the speedup is
 proportional to AL, so the gain is gone at AL / speedup: that is `min_al`, below which the gateway falls back.
@@ -17,32 +15,22 @@ proportional to AL, so the gain is gone at AL / speedup: that is `min_al`, below
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from models.artefact import read_json, write_bytes
 from models.errors import Refused
+from serve_eval.intervals import CONFIDENCE, interval_from, paired_interval
+from serve_eval.servers import METHODS, speculation
 
-CONFIDENCE = 0.95
 POOLED = "all"
 """The route that stands for all traffic, and for requests whose label the policy does not know."""
-
-INTERVAL_FROM = "Student's t over paired log speeds of the same prompts with and without speculation, one window each"
-
-# 0.975 quantiles of Student's t for 1, 2, ... 30 degrees of freedom; beyond, the normal's with its first correction
-_T = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
 
 
 @dataclass
@@ -54,7 +42,7 @@ class Level:
         candidate: the method and k that the numbers are about.
         speedup: output tokens/s of the candidate over the same server without it.
         interval: range of the gain at the policy's confidence; null when it cannot be told.
-        requests: prompts behind the interval.
+        requests: pairs (prompts or repeats) behind the interval.
         tokens_per_s: without and with the candidate.
         al: the candidate's measured acceptance length.
         min_al: acceptance length at which the gain is gone; null where there is none.
@@ -106,7 +94,7 @@ class Policy:
     engine: str = ""
     machine: str = ""
     confidence: float = CONFIDENCE
-    interval_from: str = INTERVAL_FROM
+    interval_from: str = ""
     max_queue_wait_ms: float | None = None
     window_drafts: int = 2000
     probe_every: int = 20
@@ -118,67 +106,33 @@ class Policy:
         return label if label in self.routes else POOLED
 
 
-def t_quantile(degrees: int) -> float:
-    """The 0.975 quantile of Student's t."""
-    return _T[degrees - 1] if degrees <= len(_T) else 1.95996 + 2.3722 / degrees + 2.8225 / degrees**2
-
-
-def _speeds(cells: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """(route, prompt) -> its output tokens per second, from sending to the last token."""
-    found = {}
-    for cell in cells:
-        for request in cell["outcomes"]:
-            if request["failed"] is None and request["tokens"] and request["ttft_ms"] is not None:
-                seconds = (request["ttft_ms"] + sum(request["itl_ms"])) / 1e3
-                found[cell["route"], request["id"]] = request["tokens"] / seconds
-    return found
-
-
-def paired_interval(
-    base: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]
-) -> tuple[list[float] | None, int]:
-    """Range of the gain from windows (records of cells.jsonl) with and without speculation, and its prompts.
-
-    None for a range when there are fewer than two prompts that both sides answered.
-    """
-    before, after = _speeds(base), _speeds(ours)
-    logs = np.array([math.log(after[each] / before[each]) for each in before if each in after])
-    if len(logs) < 2:
-        return None, len(logs)
-    half = t_quantile(len(logs) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    middle = float(logs.mean())
-    return [round(math.exp(middle - half), 4), round(math.exp(middle + half), 4)], len(logs)
-
-
 def engine_flags(method: str, k: int, head: str) -> dict[str, list[str]]:
-    """Arguments that put a method into vLLM and SGLang, counters and per-request figures included.
+    """Arguments that put a method into each engine that has it, counters and per-request figures included.
+
+    Args:
+        head: what drafts: the exported head, or the draft model.
 
     Raises:
-        Refused: a method other than eagle3.
+        Refused: a method that neither engine is known to have.
     """
-    if method != "eagle3":
+    engines = [engine for engine, methods in METHODS.items() if method in methods]
+    if not engines or method == "none":
         raise Refused(f"no engine flags are known for method {method!r}")
-    speculation = json.dumps({"method": method, "model": head, "num_speculative_tokens": k}, separators=(",", ":"))
-    return {
-        "vllm": ["--speculative-config", speculation, "--per-request-spec-decode-metrics", "summary"],
-        "sglang": [
-            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head),
-            *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(k + 1), "--enable-metrics"),  # the root token counts
-        ],
-    }
+    metrics: dict[str, list[str]] = {"vllm": [], "sglang": ["--enable-metrics"]}
+    return {engine: speculation(method, head, k, engine=engine) + metrics[engine] for engine in engines}
 
 
 def _windows(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], Any]:
     """The records that the summary's cells were made from, told by their duration: the file may hold older ones."""
     durations = {
-        (cell["method"], cell["concurrency"], cell["route"]): cell["seconds"] for cell in summary["served"]["cells"]
+        (cell["method"], cell["concurrency"], cell["route"]): cell.get("window_seconds", [cell["seconds"]])
+        for cell in summary["served"]["cells"]
     }
-    found = {}
+    found: dict[tuple[str, int, str], Any] = {}
     for record in records:
         place = (record["method"], record["concurrency"], record["route"])
-        if durations.get(place) == round(record["seconds"], 6):
-            found[place] = record
+        if round(record["seconds"], 6) in durations.get(place, ()):
+            found.setdefault(place, []).append(record)
     return found
 
 
@@ -191,12 +145,17 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
     served = summary.get("served")
     if not served:
         raise Refused("the evaluation measured no server, so there is nothing to decide; run it with an engine")
-    cells = {(cell["method"], cell["concurrency"], cell["route"]): cell for cell in served["cells"]}
+    cells = {
+        (cell["method"], cell["concurrency"], cell["route"]): cell
+        for cell in served["cells"]
+        if not cell.get("input_length")  # lengths are no labels of traffic
+    }
     windows = _windows(summary, records)
     routes = list(dict.fromkeys(route for _, _, route in cells))
     labels = [route for route in routes if route != POOLED]
     methods = [method for method in dict.fromkeys(method for method, _, _ in cells) if method != "none"]
-    k = int(served["k"])
+    told = served.get("methods", {})
+    specs = {name: told.get(name) or {"method": name, "k": served["k"], "model": None} for name in methods}
 
     def group(method: str, c: int, route: str) -> list[Any]:
         names = labels if route == POOLED else [route]
@@ -206,17 +165,20 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
                 f"cells.jsonl holds no window of {method} at concurrency {c} on {', '.join(missing)} that the summary "
                 "was made from; run serve_eval again"
             )
-        return [windows[method, c, name] for name in names]
+        return [window for name in names for window in windows[method, c, name]]
 
     def judge(method: str, c: int, route: str) -> Level:
         plain, ours = cells["none", c, route], cells[method, c, route]
         speeds = [plain["output_tokens_per_s"], ours["output_tokens_per_s"]]
         interval, requests = paired_interval(group("none", c, route), group(method, c, route))
-        level = Level(up_to=c, candidate=f"{method}-k{k}", interval=interval, requests=requests, al=ours["al"])
+        spec = specs[method]
+        level = Level(
+            up_to=c, candidate=f"{spec['method']}-k{spec['k']}", interval=interval, requests=requests, al=ours["al"]
+        )
         if None not in speeds and speeds[0] > 0:
             level.tokens_per_s, level.speedup = speeds, round(speeds[1] / speeds[0], 4)
         if level.speedup and level.speedup > 1 and interval and interval[0] > 1:
-            level.method, level.k = method, k
+            level.method, level.k = spec["method"], spec["k"]
             level.min_al = None if level.al is None else round(level.al / level.speedup, 4)
         return level
 
@@ -226,7 +188,11 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
         head=str(summary["head"]),
         engine=f"{served['engine']} {served['version']}",
         machine=str(summary.get("machine", "")),
-        flags={f"{method}-k{k}": engine_flags(method, k, str(summary["head"])) for method in methods},
+        interval_from=served.get("interval_from", interval_from(1, side_by_side=False)),
+        flags={
+            f"{each['method']}-k{each['k']}": engine_flags(each["method"], each["k"], each["model"] or summary["head"])
+            for each in specs.values()
+        },
     )
     waits = []
     for route in routes:
@@ -301,7 +267,7 @@ def show(policy: Policy) -> str:
             gain = "n/a" if level.speedup is None else f"{level.speedup:.2f}x"
             within = "n/a" if level.interval is None else "{:.2f}..{:.2f}".format(*level.interval)
             use = "off" if level.method == "none" else f"{level.method} k={level.k}, while AL >= {level.min_al}"
-            told.append(f"{label:12} up to {level.up_to:4}: {gain:>6} ({within}, {level.requests} prompts): {use}")
+            told.append(f"{label:12} up to {level.up_to:4}: {gain:>6} ({within}, {level.requests} pairs): {use}")
     return "\n".join(told)
 
 

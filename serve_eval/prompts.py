@@ -27,11 +27,13 @@ class Prompt:
         id: unique over all files.
         route: label under which its figures are reported.
         ids: token ids, rendered with the target's chat template and generation prompt.
+        input_length: their number, where it is what the route is about.
     """
 
     id: str
     route: str
     ids: tuple[int, ...]
+    input_length: int | None = None
 
 
 def _check_row(row: Any) -> str | None:
@@ -56,11 +58,18 @@ def _check_row(row: Any) -> str | None:
     return None
 
 
-def _render(row: dict[str, Any], renderer: Renderer) -> tuple[int, ...]:
-    text = renderer.text(
-        row["messages"], generation=True, tools=row.get("tools"), arguments=row.get("chat_template_kwargs")
-    )
-    return tuple(renderer.ids(text))
+def render_row(row: dict[str, Any], renderer: Renderer, where: str) -> Prompt:
+    """The prompt of a row {id, route, messages, tools?, chat_template_kwargs?}.
+
+    Raises:
+        Refused: it cannot be rendered; the message names `where` it stands.
+    """
+    tools, arguments = row.get("tools"), row.get("chat_template_kwargs")
+    try:
+        text = renderer.text(row["messages"], generation=True, tools=tools, arguments=arguments)
+        return Prompt(row["id"], row["route"], tuple(renderer.ids(text)))
+    except Unusable as error:
+        raise Refused(f"{where} cannot be rendered: {error}") from None
 
 
 def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt]:
@@ -95,11 +104,7 @@ def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt
             if row["id"] in seen:
                 raise Refused(f"{where} repeats the id {row['id']!r} of {seen[row['id']]}")
             seen[row["id"]] = where
-            try:
-                ids = _render(row, renderer)
-            except Unusable as error:
-                raise Refused(f"{where} cannot be rendered: {error}") from None
-            prompts.append(Prompt(row["id"], row["route"], ids))
+            prompts.append(render_row(row, renderer, where))
         if len(prompts) == before:
             raise Refused(f"eval.prompts: {file} holds no prompt")
     return prompts

@@ -20,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from models.artefact import write_bytes
-from serve_eval.plots import NAMES, Summary, clients, draw_plots, measured_concurrencies, pooled_cells
+from serve_eval.axes import Summary, clients, head_of, measured_concurrencies, method_names, pooled_cells
+from serve_eval.overlap import THRESHOLD
+from serve_eval.plots import draw_plots
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -58,18 +60,21 @@ def verdict(summary: Summary) -> list[str]:
     gains = sorted((route for route, ratio in here.items() if ratio and ratio > 1), key=lambda route: -here[route])
     losses = [route for route, ratio in here.items() if ratio is not None and ratio <= 1]
     pooled = served["speedup"].get(str(lowest))
-    engine = "vLLM" if served["engine"] == "vllm" else served["engine"]
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(served["engine"], served["engine"])
+    without = "without the head" if head_of(served) == "eagle3" else "without speculation"
+    within = (served.get("interval") or {}).get(str(lowest))
+    sure = f" ({number(within[0])} to {number(within[1])} at 95 % confidence)" if within else ""
     if pooled is None:
         told.append(f"The throughput of {engine} at concurrency {lowest} is not known, so neither is the gain.")
     elif pooled > 1:
         told.append(
-            f"At concurrency {lowest}, {engine} makes {number(pooled)} times the output tokens per second that it "
-            "makes without the head, over all routes together."
+            f"At concurrency {lowest}, {engine} makes {number(pooled)} times{sure} the output tokens per second that "
+            f"it makes {without}, over all routes together."
         )
     else:
         told.append(
             f"At concurrency {lowest} there is no gain over all routes together: {engine} makes {number(pooled)} "
-            "times the output tokens per second that it makes without the head."
+            f"times{sure} the output tokens per second that it makes {without}."
         )
     if gains and losses:
         told.append(
@@ -91,6 +96,32 @@ def verdict(summary: Summary) -> list[str]:
         told.append(
             f"A gain was measured only at concurrency {_listed(at)}, above a loss: take it for noise until repeated."
         )
+    return told + _choices(served, lowest)
+
+
+def _choices(served: Summary, lowest: int) -> list[str]:
+    """Where another method than the head is the fastest, where prompt lookup should be tried, and what is not sure."""
+    told = []
+    names, methods = method_names(served), served.get("methods", {})
+    if len(methods) > 1:
+        by_route: dict[str, dict[str, float]] = {}
+        for name, each in methods.items():
+            for route, ratios in each["speedup_by_route"].items():
+                if ratios.get(str(lowest)) is not None:
+                    by_route.setdefault(route, {})[name] = ratios[str(lowest)]
+        better = {route: max(ratios, key=ratios.__getitem__) for route, ratios in by_route.items()}
+        others = [
+            f"{route} ({names[name]}, {number(by_route[route][name])}x)"
+            for route, name in better.items()
+            if name != head_of(served) and by_route[route][name] > 1
+        ]
+        if others:
+            told.append(f"At concurrency {lowest} another method is the fastest on {_listed(others)}.")
+    alike = [route for route, value in served.get("overlap", {}).items() if value is not None and value > THRESHOLD]
+    if alike and not any(each["method"] == "ngram" for each in methods.values()):
+        told.append(f"Answers repeat their prompts on {_listed(alike)}: measure prompt lookup there (method ngram).")
+    if served.get("side_by_side") is False:
+        told.append("Methods ran one after the other, so a drift of the machine is not excluded.")
     return told
 
 
@@ -131,17 +162,40 @@ def _reference_table(summary: Summary) -> Table:
     return table
 
 
+def speedups(served: Summary, method: str) -> Summary:
+    """Concurrency -> pooled speedup of a method."""
+    return served["speedup"] if method == head_of(served) else served["methods"][method]["speedup"]
+
+
+def _open_loop_table(served: Summary) -> Table:
+    table = Table(title="Open loop, Poisson arrivals", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("requests/s", "method", "answered/s", "tokens/s", "TTFT", "TPOT", "end to end", "queue", "failed"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for cell in sorted(served["open_loop"], key=lambda cell: cell["rate"]):
+        if cell["route"] == "all":
+            spreads = [
+                f"{number(cell[key]['p50'], digits)}/{number(cell[key]['p95'], digits)}"
+                for key, digits in (("ttft_ms", 0), ("tpot_ms", 1), ("e2e_ms", 0))
+            ]
+            rates = (number(cell["requests_per_s"]), number(cell["output_tokens_per_s"], 1))
+            failed = f"{cell['failed']}/{cell['requests']}"
+            table.add_row(f"{cell['rate']:g}", cell["method"], *rates, *spreads, number(cell["queue_ms"], 0), failed)
+    return table
+
+
 def _served_table(summary: Summary) -> Table:
     """Fits 80 columns: latencies as p50/p95, in ms."""
     served = summary["served"]
     pooled = pooled_cells(served)
     title = f"{served['engine']} {served['version']}, {served.get('dtype', '')}, k = {served.get('k', summary['k'])}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    names = ("clients", "head", "tokens/s", "speedup", "AL", "TTFT", "ITL", "TPOT", "failed")
-    for name in names:
-        table.add_column(name, justify="left" if name == "head" else "right", no_wrap=True)
+    names = method_names(served)
+    short = {"none": "no", "eagle3": "yes"}
+    first = "head" if set(names) <= set(short) else "method"
+    for name in ("clients", first, "tokens/s", "speedup", "AL", "TTFT", "ITL", "TPOT", "failed"):
+        table.add_column(name, justify="left" if name == first else "right", no_wrap=True)
     for concurrency in measured_concurrencies(served):
-        for method in NAMES:
+        for method in names:
             cell = pooled.get((method, concurrency))
             if cell is None:
                 continue
@@ -152,9 +206,9 @@ def _served_table(summary: Summary) -> Table:
             ]
             table.add_row(
                 str(concurrency) if plain else "",
-                "no" if plain else "yes",
+                short[method] if first == "head" else method,
                 number(cell["output_tokens_per_s"], 1),
-                Text("") if plain else _ratio_text(served["speedup"].get(str(concurrency))),
+                Text("") if plain else _ratio_text(speedups(served, method).get(str(concurrency))),
                 "-" if plain else number(cell["al"]),
                 *spreads,
                 Text(f"{cell['failed']}/{cell['requests']}", style="red" if cell["failed"] else ""),
@@ -172,7 +226,7 @@ def _route_table(served: Summary) -> Table:
         table.add_column(f"{concurrency} client{'s' if concurrency > 1 else ''}", justify="right")
     table.add_column(f"AL ({concurrencies[0]})", justify="right")
     for route, ratios in served.get("speedup_by_route", {}).items():
-        cell = pooled_cells(served, route).get(("eagle3", concurrencies[0]), {})
+        cell = pooled_cells(served, route).get((head_of(served), concurrencies[0]), {})
         table.add_row(route, *(_ratio_text(ratios.get(str(c))) for c in concurrencies), number(cell.get("al")))
     return table
 
@@ -184,6 +238,8 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
         parts.append(_reference_table(summary))
     if summary.get("served"):
         parts += [_served_table(summary), _route_table(summary["served"])]
+        if summary["served"].get("open_loop"):
+            parts.append(_open_loop_table(summary["served"]))
     for name, identical, prompts in _lossless(summary):
         style = "green" if identical == prompts else "red"
         parts.append(Text(f"identical to the target alone ({name}): {identical} of {prompts} prompts", style=style))
@@ -224,7 +280,10 @@ def write_report(summary: Summary, path: Path) -> None:
         lossless=_lossless(summary),
         concurrencies=measured_concurrencies(served) if served else [],
         pooled=pooled_cells(served) if served else {},
-        names=NAMES,
+        names=method_names(served) if served else {},
+        head=head_of(served) if served else "",
+        speedups=speedups,
+        threshold=THRESHOLD,
         grid={(cell["method"], cell["concurrency"], cell["route"]): cell for cell in served["cells"]} if served else {},
     )
     write_bytes(path, html.encode())

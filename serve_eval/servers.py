@@ -11,7 +11,7 @@ from pathlib import Path
 from models.artefact import read_json
 from models.config import EngineConfig
 from models.errors import Refused
-from models.servers import Server, running
+from models.servers import Server, find_interpreter, local, running
 
 
 def describe_machine() -> str:
@@ -42,25 +42,77 @@ def check_head(head: Path) -> None:
         raise Refused(f"{head} is no EAGLE-3 head: its config.json names {names}")
 
 
-def speculation(method: str, head: Path | None, k: int) -> list[str]:
-    """The arguments in which the server of a method differs from the others.
+METHODS = {
+    "vllm": ("none", "eagle3", "draft_model", "ngram", "suffix"),
+    "sglang": ("none", "eagle3", "draft_model", "ngram"),
+}
+"""The methods that each engine can be started with here."""
+
+
+def speculation(
+    method: str,
+    head: Path | str | None,
+    k: int,
+    *,
+    engine: str = "vllm",
+    lookup: tuple[int, int] = (2, 4),
+) -> list[str]:
+    """The arguments in which the server of a method differs from the others; k means the same in both engines.
 
     Args:
-        method: "none" or "eagle3".
-        head: directory of the exported head (method eagle3).
+        method: one of METHODS.
+        head: what drafts: the exported head (method eagle3) or the draft model (draft_model).
         k: tokens drafted per step.
+        lookup: least and most tokens that prompt lookup finds again; SGLang's has a window of its own.
+
+    Raises:
+        Refused: the engine has no such method.
     """
+    if method not in METHODS[engine]:
+        raise Refused(f"method {method!r} is not one of {', '.join(METHODS[engine])}, those of {engine}")
     if method == "none":
         return []
-    if method != "eagle3":
-        raise Refused(f"method {method!r} is not one of none, eagle3")
-    assert head is not None
-    settings = {"method": "eagle3", "model": str(head.absolute()), "num_speculative_tokens": k}
-    return ["--speculative-config", json.dumps(settings, separators=(",", ":"))]
+    if engine == "sglang":
+        tokens = ["--speculative-num-draft-tokens", str(k + 1)]  # the root token counts
+        if method == "ngram":
+            return ["--speculative-algorithm", "NGRAM", *tokens]
+        algorithm = {"eagle3": "EAGLE3", "draft_model": "STANDALONE"}[method]
+        return [
+            *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(head)),
+            *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1", *tokens),
+        ]
+    settings: dict[str, str | int] = {"method": method}
+    if method in ("eagle3", "draft_model"):
+        settings["model"] = str(head)
+    settings["num_speculative_tokens"] = k
+    if method == "ngram":
+        settings |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
+    told = json.dumps(settings, separators=(",", ":"))
+    return ["--speculative-config", told, "--per-request-spec-decode-metrics", "summary"]
+
+
+def check_method(engine: EngineConfig, method: str) -> None:
+    """Raise Refused unless a server of this engine can be started with the method, as far as can be known before."""
+    speculation(method, "", 1, engine=engine.kind)
+    packages = find_interpreter(engine).parent.parent.glob("lib/python*/site-packages/arctic_inference")
+    if method == "suffix" and not any(packages):
+        raise Refused(
+            "eval.methods: method=suffix needs the package arctic-inference in the environment of "
+            f"engine.python={engine.python}"
+        )
 
 
 def serving(
-    engine: EngineConfig, target_path: str, *, method: str, head: Path | None, k: int, directory: Path
+    engine: EngineConfig,
+    target_path: str,
+    *,
+    method: str,
+    head: Path | str | None,
+    k: int,
+    directory: Path,
+    lookup: tuple[int, int] = (2, 4),
+    name: str | None = None,
 ) -> AbstractContextManager[Server]:
-    """A running server for a method, as `models.servers.running` gives it; its log is `server-<method>.log`."""
-    return running(engine, target_path, name=method, directory=directory, purpose=speculation(method, head, k))
+    """A running server for a method, as `models.servers.running` gives it; its log is `server-<name or method>.log`."""
+    purpose = speculation(method, None if head is None else local(str(head)), k, engine=engine.kind, lookup=lookup)
+    return running(engine, target_path, name=name or method, directory=directory, purpose=purpose)

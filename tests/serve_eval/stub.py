@@ -1,4 +1,4 @@
-"""A server that plays vLLM's interface: scripted streams, usage, counters and mishaps.
+"""A server that plays the interfaces of vLLM and SGLang: scripted streams, usage, counters and mishaps.
 
 In a test it runs in a thread (`running(Behaviour(...))`); as a script it is the fake engine that servers.py
 starts in place of `python -m vllm...`, told what to do by STUB_BEHAVIOUR (JSON) in its environment.
@@ -26,7 +26,9 @@ class Behaviour:
     tokens_per_chunk tokens per chunk, chunk_ms apart, `tokens` in all; the answer's ids depend on the prompt
     alone. `mishap` maps a prompt's first id (or "any") to "http500", "error event", "hang", "cut", "mute" (headers,
     then the connection's end), "slow" (a second before the first chunk), or "late" (waits for `Stub.go` before it).
-    `own_figures` tells a request's own acceptance beside its usage; `headers` are sent with each answer.
+    `own_figures` tells a request's own acceptance beside its usage; `headers` are sent with each answer. With `kind`
+    "sglang" it is asked at /generate, and its chunks repeat the whole text, or with `increments` do not. Each request
+    adds `queued_s` to the time spent in the queue.
     """
 
     tokens: int = 12
@@ -42,6 +44,10 @@ class Behaviour:
     reset_after: int | None = None
     change_answers: bool = False
     own_figures: bool = False
+    kind: str = "vllm"
+    increments: bool = False
+    queued_s: float = 0.0
+    model: str = "target"
     waiting: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     start_delay_s: float = 0.0
@@ -81,8 +87,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         stub = self.server
-        if self.path == "/version":
+        sglang = stub.behaviour.kind == "sglang"
+        if self.path == "/version" and not sglang:
             self._plain(200, '{"version": "0.0.stub"}')
+        elif self.path == "/server_info" and sglang:
+            self._plain(200, '{"version": "0.5.stub", "internal_states": [{"avg_spec_accept_length": 2.5}]}')
+        elif self.path == "/v1/models":
+            self._plain(200, json.dumps({"data": [{"id": stub.behaviour.model}]}))
+        elif self.path == "/metrics" and sglang:
+            self._plain(200, sglang_metrics(stub))
         elif self.path == "/metrics":
             self._plain(200, metrics(stub) if stub.behaviour.drafts else "# nothing here\n")
         elif self.path == "/health":
@@ -104,8 +117,12 @@ class Handler(BaseHTTPRequestHandler):
             stub.in_flight += 1
             stub.most_in_flight = max(stub.most_in_flight, stub.in_flight)
         try:
-            mishap = behaviour.mishap.get(str(body["prompt"][0]), behaviour.mishap.get("any"))
-            self._answer(body, behaviour, mishap)
+            prompt = body["input_ids"] if self.path == "/generate" else body["prompt"]
+            mishap = behaviour.mishap.get(str(prompt[0]), behaviour.mishap.get("any"))
+            if self.path == "/generate":
+                self._generate(body, behaviour, mishap)
+            else:
+                self._answer(body, behaviour, mishap)
         except (BrokenPipeError, ConnectionResetError):
             pass
         finally:
@@ -154,9 +171,50 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [choice | ({"token_ids": ids} if behaviour.ids else {})]})
         self._book(behaviour)
         if behaviour.usage:
-            drafted = {"num_spec_steps": 10, "num_accepted_draft_tokens": 10 * behaviour.accepted_per_draft}
+            per = behaviour.accepted_per_draft
+            drafted: dict[str, Any] = {"num_spec_steps": 10, "num_accepted_draft_tokens": 10 * per}
+            drafted |= {"num_draft_tokens": 40, "acceptance_histogram": [10 * (place == per) for place in range(5)]}
             told = {"metrics": {"speculative_decoding": drafted}} if behaviour.own_figures else {}
             self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": count}} | told)
+        self._event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _generate(self, body: dict[str, Any], behaviour: Behaviour, mishap: str | None) -> None:
+        """SGLang's own stream: the whole answer so far (or an increment) and its counts in meta_info."""
+        if mishap == "http500":
+            self._plain(500, '{"error": {"message": "the engine is out of order"}}')
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        count = min(behaviour.tokens, body["sampling_params"]["max_new_tokens"])
+        answer = [1000 + sum(body["input_ids"]) + behaviour.change_answers + index for index in range(count)]
+        per = behaviour.accepted_per_draft
+        counts: dict[str, Any] = {
+            "spec_verify_ct": 10,
+            "spec_num_proposed_drafts": 40,
+            "spec_num_correct_drafts": 10 * per,
+        }
+        counts |= {"spec_accept_length": 1 + per, "spec_correct_drafts_histogram": [0] * per + [10]}
+        if behaviour.empty_first_delta:
+            self._event({"text": "", "output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": None}})
+            time.sleep(behaviour.empty_delay_ms / 1e3)
+        for start in range(0, count, behaviour.tokens_per_chunk):
+            if mishap == "hang":
+                time.sleep(60)
+            end = min(start + behaviour.tokens_per_chunk, count)
+            said = answer[start if behaviour.increments else 0 : end]
+            meta: dict[str, Any] = {"prompt_tokens": 3, "finish_reason": None}
+            if behaviour.usage:
+                meta["completion_tokens"] = end
+            if end == count:
+                meta["finish_reason"] = {"type": "length", "length": count}
+                meta |= counts if behaviour.drafts and behaviour.own_figures else {}
+            if mishap == "abort" and start:
+                meta["finish_reason"] = {"type": "abort", "message": "the request was thrown out"}
+            time.sleep(behaviour.chunk_ms / 1e3)
+            self._event({"text": "".join(f" w{token}" for token in said), "output_ids": said, "meta_info": meta})
+        self._book(behaviour)
         self._event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
@@ -164,6 +222,7 @@ class Handler(BaseHTTPRequestHandler):
         stub = self.server
         with stub.lock:
             stub.served += 1
+            stub.queue_s += behaviour.queued_s
             stub.drafted += 10
             stub.accepted += 10 * behaviour.accepted_per_draft
             if behaviour.reset_after is not None and stub.served == behaviour.reset_after:
@@ -188,6 +247,16 @@ def metrics(stub: Stub) -> str:
     for position in range(4):
         value = stub.drafted if position < per else 0
         lines.append(f'{name}_accepted_tokens_per_pos_total{{{labels},position="{position}"}} {float(value)}')
+    return "\n".join(lines) + "\n"
+
+
+def sglang_metrics(stub: Stub) -> str:
+    labels = 'model_name="target"'
+    lines = [f"sglang:num_running_reqs{{{labels}}} 0.0", f"sglang:num_queue_reqs{{{labels}}} 0.0"]
+    lines.append(f"sglang:queue_time_seconds_sum{{{labels}}} {stub.queue_s}")
+    lines.append(f"sglang:queue_time_seconds_count{{{labels}}} {float(stub.served)}")
+    if stub.behaviour.drafts:
+        lines.append(f"sglang:spec_accept_length{{{labels}}} 2.5")
     return "\n".join(lines) + "\n"
 
 
@@ -224,7 +293,8 @@ def main() -> None:
         print(behaviour.fail_start, flush=True)
         sys.exit(1)
     time.sleep(behaviour.start_delay_s)
-    speculative = "--speculative-config" in arguments
+    speculative = "--speculative-config" in arguments or "--speculative-algorithm" in arguments
+    behaviour.kind = "sglang" if "sglang.launch_server" in arguments else "vllm"
     behaviour.drafts = behaviour.drafts and speculative
     behaviour.change_answers = behaviour.change_answers and speculative
     port = int(arguments[arguments.index("--port") + 1])

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from models.errors import Refused
+from serve_eval.intervals import paired_interval
 from serve_eval.policy import (
     Policy,
     engine_flags,
     make_policy,
-    paired_interval,
     read_policy,
     read_records,
     show,
-    t_quantile,
     write_policy,
 )
 
@@ -89,11 +88,6 @@ def test_one_prompt_or_failed_ones_are_no_evidence() -> None:
     base, ours = record("none", 1, "chat", [50.0, 50.0]), record("eagle3", 1, "chat", [90.0, 90.0])
     ours["outcomes"][1]["failed"] = "timeout"
     assert paired_interval([base], [ours]) == (None, 1)
-
-
-@pytest.mark.parametrize(("degrees", "value"), [(1, 12.706), (30, 2.042), (40, 2.021), (120, 1.980)])
-def test_the_quantiles_are_those_of_the_tables(degrees: int, value: float) -> None:
-    assert t_quantile(degrees) == pytest.approx(value, abs=6e-4)
 
 
 def test_a_load_between_measurements_is_judged_by_the_higher_one_and_beyond_them_nothing_is_claimed() -> None:

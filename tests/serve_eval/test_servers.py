@@ -69,7 +69,8 @@ def test_b41_methods_differ_in_the_speculation_alone(fake_engine: Make, head_dir
     none = command(engine, "t", 8000, speculation("none", None, 3))
     eagle = command(engine, "t", 8000, speculation("eagle3", head_dir, 3))
     place = eagle.index("--speculative-config")
-    assert eagle[:place] + eagle[place + 2 :] == none
+    assert eagle[:place] + eagle[place + 4 :] == none
+    assert eagle[place + 2 : place + 4] == ["--per-request-spec-decode-metrics", "summary"]
     assert json.loads(eagle[place + 1]) == {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": 3}
     assert none[-1] == "--enforce-eager"
     assert "--host 127.0.0.1" in " ".join(none)

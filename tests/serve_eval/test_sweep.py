@@ -13,8 +13,11 @@ import pytest
 from models.config import EngineConfig
 from models.errors import Refused
 from serve_eval.config import EvalConfig
+from serve_eval.figures import compare_outputs, crossover
+from serve_eval.methods import methods_of
 from serve_eval.prompts import Prompt
-from serve_eval.sweep import choose_prompts, compare_outputs, crossover, run_sweep, window_keys
+from serve_eval.sweep import choose_prompts, run_sweep, window_keys
+from serve_eval.windows import Load
 from tests.serve_eval.stub import Behaviour
 
 Make = Callable[..., EngineConfig]
@@ -100,8 +103,8 @@ def test_another_head_k_length_or_prompt_is_another_measurement_and_another_plac
     engine, settings = fake_engine(), EvalConfig(max_new_tokens=8)
 
     def keys(engine: EngineConfig = engine, settings: EvalConfig = settings, k: int = 4, first: int = 0) -> set[str]:
-        chosen = {1: {"chat": numbered_prompts[first : first + 1]}}
-        return set(window_keys(engine, settings, "some/target", head_dir, k, chosen).values())
+        chosen = {Load(1): {"chat": numbered_prompts[first : first + 1]}}
+        return set(window_keys(engine, settings, "some/target", methods_of(settings, head_dir, k), chosen).values())
 
     before = keys()
     assert len(before) == 2
