@@ -83,9 +83,9 @@ def main(run: Run) -> bool:
         alike = not sweep.sampling and not sweep.ignore_eos and "eagle3" in served["methods"]
         served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
         served["warnings"] += disagreements(served["agreement"])
-        summary["lossless"][f"vllm_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"] = served.pop(
-            "lossless"
-        )
+        told = served.pop("lossless")
+        where = f"{run.engine.kind}_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"
+        summary["lossless"][where] = told if told["prompts"] else None  # samples are not compared token by token
         summary["served"] = served
     write_json(path, summary)
     write_report(summary, directory / "report.html")

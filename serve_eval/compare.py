@@ -216,16 +216,25 @@ def verdict_of(ratio: Ratio, confidence: float) -> str:
 def table_of(a: Sweep, b: Sweep, found: Sequence[Ratio]) -> Table:
     """All ratios for a terminal."""
     confidence = confidence_of(found)
-    table = Table(title=f"{b.folder} against {a.folder}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="B against A", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("method", "load", "route", "figure", "A", "B", "B / A", "range", ""):
-        table.add_column(name, justify="left" if name in ("method", "load", "route", "figure", "") else "right")
+        left = name in ("method", "load", "route", "figure", "")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     styles = {"worse": "red", "better": "green", "": ""}
-    for each in sorted(found, key=lambda each: (not each.judged, each.what, each.cell[2] != POOLED)):
+    shown = [each for each in found if each.judged or each.cell[2] == POOLED]
+    for each in sorted(shown, key=lambda each: (not each.judged, each.what, each.cell[2] != POOLED)):
         method, load, route = each.cell
         within, said = each.within(confidence), verdict_of(each, confidence) if each.judged else ""
         sides = ["n/a" if value is None else f"{value:.2f}" for value in (_figure(a, each), _figure(b, each))]
         table.add_row(
-            *(method, str(load), route, each.what, *sides, f"{math.exp(each.log):.3f}"),
+            *(
+                method,
+                str(load.concurrency or f"{load.rate:g}/s"),
+                route,
+                each.what,
+                *sides,
+                f"{math.exp(each.log):.3f}",
+            ),
             "n/a" if within is None else "{:.3f}..{:.3f}".format(*within),
             Text(said, style=styles[said]),
         )
@@ -259,6 +268,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     found = ratios(a, b)
     worse = [each for each in found if each.judged and verdict_of(each, confidence_of(found)) == "worse"]
     out = console or Console()
+    out.print(f"A: {a.folder}\nB: {b.folder}")
     out.print(table_of(a, b, found))
     for line in changes_of_the_server(a, b, found):
         out.print(f"note: {line}", style="yellow")

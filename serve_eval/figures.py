@@ -269,5 +269,5 @@ def summarise(
             for load in closed
         },
         "commands": {each.name: groups[each.name, loads[0], routes[0]][0]["command"] for each in methods},
-        "warnings": [warning for record in windows.values() for warning in record["warnings"]],
+        "warnings": list(dict.fromkeys(warning for record in windows.values() for warning in record["warnings"])),
     }

@@ -5,9 +5,10 @@ logarithms, whose mean follows Student's t when repeats are few (Georges, Buytae
 
 What is paired: with three repeats of a window or more, the output tokens per second of the windows of each repeat, so
 that everything that differs between windows (the drift of the machine too, where methods take turns) is in the range.
-With fewer, the prompts, each with its two speeds (output tokens per second of that request, queueing included, in the
-mean of its logarithms where a window was repeated): the range then holds for other prompts of this traffic on a machine
-that stands still, and says nothing about drift.
+With fewer, the prompts, each with its two speeds (output tokens per second of that request, queueing included; of
+repeats the mean of the logarithms). Their spread then gives the width of the range around the ratio of the windows'
+throughputs, which is what is claimed, and which a long answer at a window's end can move away from the mean of the
+prompts. Such a range holds for other prompts of this traffic on a machine that stands still, and says nothing of drift.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ def paired_interval(base: Windows, ours: Windows) -> tuple[list[float] | None, i
 
     None for a range when there are fewer than two pairs that both sides answered.
     """
-    logs, _ = paired_logs(base, ours)
+    logs, pairs = paired_logs(base, ours)
+    before, after = throughput(base), throughput(ours)
+    if pairs == "prompts" and logs and before and after:
+        shift = math.log(after / before) - sum(logs) / len(logs)
+        logs = [each + shift for each in logs]
     return range_of(logs), len(logs)
 
 

@@ -126,7 +126,7 @@ def _choices(served: Summary, lowest: int) -> list[str]:
 
 
 def _lossless(summary: Summary) -> list[tuple[str, int, int]]:
-    names = {"reference": "reference decoder, fp32", "vllm_fp32": "vLLM, fp32"}
+    names = {"reference": "reference decoder, fp32", "vllm_fp32": "vLLM, fp32", "sglang_fp32": "SGLang, fp32"}
     found = summary.get("lossless") or {}
     return [(names.get(key, key), each["identical"], each["prompts"]) for key, each in found.items() if each]
 
@@ -168,8 +168,10 @@ def speedups(served: Summary, method: str) -> Summary:
 
 
 def _open_loop_table(served: Summary) -> Table:
-    table = Table(title="Open loop, Poisson arrivals", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("requests/s", "method", "answered/s", "tokens/s", "TTFT", "TPOT", "end to end", "queue", "failed"):
+    """Fits 80 columns: latencies as p50/p95, in ms."""
+    title = "Open loop, Poisson arrivals"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("req/s", "method", "tokens/s", "TTFT", "TPOT", "end to end", "queue", "failed"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for cell in sorted(served["open_loop"], key=lambda cell: cell["rate"]):
         if cell["route"] == "all":
@@ -177,9 +179,8 @@ def _open_loop_table(served: Summary) -> Table:
                 f"{number(cell[key]['p50'], digits)}/{number(cell[key]['p95'], digits)}"
                 for key, digits in (("ttft_ms", 0), ("tpot_ms", 1), ("e2e_ms", 0))
             ]
-            rates = (number(cell["requests_per_s"]), number(cell["output_tokens_per_s"], 1))
-            failed = f"{cell['failed']}/{cell['requests']}"
-            table.add_row(f"{cell['rate']:g}", cell["method"], *rates, *spreads, number(cell["queue_ms"], 0), failed)
+            rate, failed = number(cell["output_tokens_per_s"], 1), f"{cell['failed']}/{cell['requests']}"
+            table.add_row(f"{cell['rate']:g}", cell["method"], rate, *spreads, number(cell["queue_ms"], 0), failed)
     return table
 
 

@@ -32,6 +32,8 @@ POOLED = "all"
 """Name of the route that pools all others; in eval.sampling, of those that are not named."""
 
 WARMUP_TOKENS = 16
+LOOKUP = ("ngram", "suffix")
+"""Methods that draft only where they find something."""
 OTHERS = 0.02
 """Share of drafting steps beyond our requests' own from which on somebody else must have used the server."""
 
@@ -94,12 +96,13 @@ def _counted(server: Server, method: Method, before: Counters, after: Counters, 
         if own is None and method.k:
             gauge = "" if after.gauge is None else f" (its gauge, of an unknown span, says {after.gauge:.2f})"
             return None, f"the server tells no counts of drafts with its answers{gauge}; AL is n/a"
-        return own, judge(method.method, own) or ""
+        return own, "" if method.method in LOOKUP else judge(method.method, own) or ""
     try:
         counted = difference(before, after)
     except CounterReset as error:
         return None, f"{error}; AL is n/a"
-    wrong = judge(method.method, counted) or ""
+    # Prompt lookup that finds nothing is no fault of the server.
+    wrong = "" if counted is not None and method.method in LOOKUP else judge(method.method, counted) or ""
     failed = any(outcome.failed for outcome in window.outcomes)
     if own is not None and counted is not None and not failed and counted.drafts > (1 + OTHERS) * own.drafts:
         wrong = wrong or (

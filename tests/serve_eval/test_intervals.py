@@ -55,6 +55,15 @@ def test_two_repeats_are_paired_by_prompt_in_the_mean_of_their_logarithms() -> N
     assert logs == pytest.approx([math.log(1.5), math.log(2.0)])
 
 
+def test_the_range_of_prompts_lies_around_the_ratio_of_the_throughputs() -> None:
+    base, ours = [window(10.0, 50.0, 20.0, 90.0)], [window(8.0, 50 * 1.2, 20 * 1.5, 90 * 1.8)]
+    logs = [math.log(ratio) for ratio in (1.2, 1.5, 1.8)]
+    half = 4.30265 * math.sqrt(sum((each - sum(logs) / 3) ** 2 for each in logs) / 2 / 3)
+    interval, pairs = paired_interval(base, ours)
+    assert interval == pytest.approx([1.25 * math.exp(-half), 1.25 * math.exp(half)], abs=2e-4)
+    assert pairs == 3
+
+
 def test_one_pair_is_no_range_and_neither_is_an_unknown_count() -> None:
     assert range_of([0.3]) is None
     unknown = window(10.0, 50.0)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from serve_eval.prompts import Prompt
 from serve_eval.servers import speculation
 from serve_eval.sweep import run_sweep
 from tests.serve_eval.stub import Behaviour, Handler, running
+from tests.serve_eval.test_servers import lives, wait_until
 
 Make = Callable[..., EngineConfig]
 Starts = Callable[[], list[dict[str, Any]]]
@@ -327,3 +331,43 @@ def test_the_policy_chooses_among_the_methods_of_a_sweep(
     assert policy.routes["all"].levels[0].candidate in policy.flags
     assert policy.flags["ngram-k5"]["sglang"][:2] == ["--speculative-algorithm", "NGRAM"]
     assert "drift is not excluded" in policy.interval_from
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from models import servers
+from models.config import EngineConfig
+from serve_eval.config import EvalConfig
+from serve_eval.prompts import Prompt
+from serve_eval.sweep import run_sweep
+servers.GRACE_S = 1.0
+python, head, directory, behaviour, starts = sys.argv[1:]
+run_sweep(
+    engine=EngineConfig(
+        python=python, environment={"STUB_BEHAVIOUR": behaviour, "STUB_STARTS": starts}, startup_timeout_s=60
+    ),
+    settings=EvalConfig(concurrencies=[1], requests_per_route=1, side_by_side=True, max_new_tokens=8),
+    target_path="t",
+    head=Path(head),
+    k=2,
+    prompts=[Prompt("a", "chat", (1, 2))],
+    directory=Path(directory),
+)
+"""
+
+
+def test_ctrl_c_ends_the_servers_of_all_methods(
+    fake_engine: Make, starts: Starts, head_dir: Path, tmp_path: Path
+) -> None:
+    behaviour = json.dumps({"mishap": {"any": "hang"}})
+    arguments = [fake_engine().python, str(head_dir), str(tmp_path / "eval"), behaviour, str(tmp_path / "starts.jsonl")]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, *arguments], stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2]
+    )
+    wait_until(lambda: len(starts()) == 2, 120)
+    pids = [start["pid"] for start in starts()]
+    assert all(lives(pid) for pid in pids)
+    owner.send_signal(signal.SIGINT)
+    assert owner.wait(timeout=60) != 0
+    wait_until(lambda: not any(lives(pid) for pid in pids), 30)

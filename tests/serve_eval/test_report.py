@@ -163,3 +163,119 @@ def test_the_report_says_how_drafts_were_made_and_what_each_routes_entropy_is(tm
         for words in ("prompt lookup, temperature 0.7, k = 2", "1.25", "0.75", "Prompt lookup yields 2.00"):
             assert words in text
         assert "reference decoder, fp32" not in text
+
+
+def wide(**more: Any) -> dict[str, Any]:
+    """A summary of two methods with everything that a sweep can measure."""
+    value = summary(GAIN, 2.3)
+    served = value["served"]
+    cells = []
+    for cell in served["cells"]:
+        told = {
+            "e2e_ms": spread(900.0),
+            "queue_ms": 1.5,
+            "requests_per_s": 0.25,
+            "output_lengths": {"min": 1, "p10": 11, "p50": 55, "p90": 99, "max": 120, "mean": 57.5},
+            "al_by_request": {"min": 1.1, "p10": 1.3, "p50": 1.9, "p90": 2.6, "max": 2.9, "mean": 2.0},
+            "cost_per_million": 12.5,
+        }
+        cells.append(cell | told | ({} if cell["method"] == "eagle3" else {"al_by_request": None}))
+        if cell["method"] == "eagle3":
+            cells.append(cells[-1] | {"method": "ngram"})
+    ratios = {"1": 1.75, "4": 1.25}
+    lookup = {
+        **{"method": "ngram", "k": 5, "speedup": ratios, "interval": {"1": [1.6, 1.9], "4": None}},
+        **{"speedup_by_route": {"chat": {"1": 1.8, "4": 1.1}, "json": {"1": 0.9, "4": 0.8}}},
+        "interval_by_route": {"chat": {"1": [1.7, 1.9], "4": None}, "json": {"1": None, "4": None}},
+    }
+    head = {
+        **{"method": "eagle3", "k": 2, "speedup": served["speedup"], "interval": {"1": [1.21, 1.38], "4": None}},
+        **{"speedup_by_route": served["speedup_by_route"]},
+        "interval_by_route": {"chat": {"1": None, "4": None}, "json": {"1": None, "4": None}},
+    }
+    rows = [
+        {"method": kind, "k": k, "concurrency": c, "al": 1 + k / 4, "output_tokens_per_s": 20.0 * k, "measured": k == 2}
+        | {"speedup": 1 + k / 10 if c == 1 else 1 - k / 10}
+        for kind in ("eagle3", "ngram")
+        for k in (1, 2, 3)
+        for c in (1, 4)
+    ]
+    missed = {"left_out": "concurrency 4", "method": "ngram", "concurrency": 4, "measured": 50.0, "predicted": 53.0}
+    served |= {
+        **{"cells": cells, "head": "eagle3", "methods": {"eagle3": head, "ngram": lookup}, "confidence": 0.95},
+        **{"interval": head["interval"], "interval_by_route": head["interval_by_route"], "side_by_side": False},
+        **{
+            "interval_from": "Student's t, as it happens",
+            "overlap": {"chat": 0.71, "json": None},
+            "price_per_hour": 2.0,
+        },
+        "open_loop": [cell | {"rate": 2.5, "concurrency": None} for cell in cells if cell["concurrency"] == 1],
+        "model": {
+            **{
+                "step_ms": {"v0": 20.5, "v1": 0.25, "v2": 0.0, "d0 eagle3": 1.5, "d1 eagle3": 0.125},
+                "held_out": [missed | {"error": 0.06}],
+            },
+            **{"median_error": 0.06, "largest_error": 0.061, "predictions": rows},
+        },
+    }
+    served |= more
+    value["reference"] |= {"al_by_k": [1.5, 1.8]}
+    value["best_k"] = 2
+    return value
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_report_shows_every_method_with_its_range_and_what_else_was_measured(tmp_path: Path) -> None:
+    write_report(wide(), tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    for words in (
+        "prompt lookup, k = 5",
+        '1.75x <span class="quiet">1.60..1.90</span>',
+        '1.30x <span class="quiet">1.21..1.38</span>',
+        "as it happens",
+        '<td class="gain">0.71</td>',
+        "11 / 55 / 99",
+        "<h2>Open loop</h2>",
+        "<td>2.5</td>",
+        "<h2>Modelled</h2>",
+        "A step costs 20.50 ms, 0.250 ms for each token in the batch, d0 eagle3 = 1.500 ms and d1 eagle3 = 0.125 ms",
+        "off by 6.0 % (median), 6.1 % at most",
+        "<td>50.0</td><td>53.0</td><td>6.0 %</td>",
+    ):
+        assert words in html, words
+    assert html.count("data:image/svg+xml;base64,") == 3 + 4 + 2 + 1
+    assert "None" not in re.sub(r'src="[^"]*"', "", html)
+    assert not re.search(r"https?://|@import|url\(", re.sub(r'src="data:[^"]*"', "", html))
+
+
+def test_the_terminal_shows_every_method_and_the_open_loop() -> None:
+    text = terminal(wide())
+    assert "…" not in text
+    for words in ("ngram", "1.75x", "Open loop", "2.5", "900/1,800"):
+        assert words in text, words
+
+
+def test_the_verdict_says_how_sure_it_is_and_where_another_method_is_the_fastest() -> None:
+    said = " ".join(verdict(wide()))
+    assert "1.30 times (1.21 to 1.38 at 95 % confidence) the output tokens per second" in said
+    assert "another method is the fastest on chat (prompt lookup, k = 5, 1.80x)" in said
+    assert "a drift of the machine is not excluded" in said
+    assert "drift" not in " ".join(verdict(wide(side_by_side=True)))
+
+
+def test_prompt_lookup_is_advised_where_answers_repeat_their_prompts_and_it_was_not_measured() -> None:
+    value = wide()
+    assert "measure prompt lookup" not in " ".join(verdict(value))
+    del value["served"]["methods"]["ngram"]
+    assert "Answers repeat their prompts on chat: measure prompt lookup there" in " ".join(verdict(value))
+
+
+def test_a_report_of_another_method_than_a_head_does_not_speak_of_a_head() -> None:
+    value = wide()
+    served = value["served"]
+    served["cells"] = [cell for cell in served["cells"] if cell["method"] != "eagle3"]
+    served["open_loop"] = []
+    served |= {"head": "ngram", "methods": {"ngram": served["methods"]["ngram"]}}
+    served |= {"speedup": {"1": 1.75, "4": 1.25}, "crossover_concurrency": None}
+    said = " ".join(verdict(value | {"reference": None}))
+    assert "makes without speculation" in said and "head" not in said

@@ -32,7 +32,7 @@ def summary(
     tiny_prompts: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """summary.json of a tiny run that was evaluated in a real server, with k=3."""
+    """summary.json of a tiny run in real servers: the head with k=3 and prompt lookup, side by side."""
     cwd = tmp_path_factory.mktemp("user")
     target = make_target(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
     overrides = [
@@ -53,8 +53,14 @@ def summary(
         "eval.k=3",
         "eval.served_k=3",
         "eval.max_new_tokens=24",
-        "eval.concurrencies=[1,2]",
+        "eval.concurrencies=[1,2,3]",
         "eval.requests_per_route=3",
+        "eval.methods=[{method: eagle3}, {method: ngram, k: 2}]",
+        "eval.side_by_side=true",
+        "eval.repeats=3",
+        "eval.rates=[4]",
+        "eval.input_lengths=[128]",
+        'engine.environment={VLLM_CPU_KVCACHE_SPACE: "1"}',
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for stage in STAGES:
@@ -73,7 +79,7 @@ def summary(
 def test_vllm_answers_every_request_with_and_without_the_head(summary: dict[str, Any]) -> None:
     cells = summary["served"]["cells"]
     assert {(cell["method"], cell["concurrency"]) for cell in cells} == {
-        (method, concurrency) for method in ("none", "eagle3") for concurrency in (1, 2)
+        (method, concurrency) for method in ("none", "eagle3", "ngram") for concurrency in (1, 2, 3)
     }
     for cell in cells:
         assert cell["failed"] == 0
@@ -85,15 +91,37 @@ def test_the_servers_counters_tell_the_acceptance_of_the_head_and_of_nothing_els
     for cell in summary["served"]["cells"]:
         if cell["method"] == "none":
             assert cell["al"] in (None, "n/a")
-        else:
+        elif cell["method"] == "eagle3":
             assert 1 <= cell["al"] <= 4
             assert len(cell["per_position"]) == 3
+            assert cell["al_by_request"]["min"] >= 1 and cell["al_by_request"]["max"] <= 4
+        else:  # prompt lookup drafts only where it finds something
+            assert cell["al"] is None or (1 <= cell["al"] <= 3 and len(cell["per_position"]) == 2)
 
 
 def test_greedy_output_in_vllm_is_the_targets_own_token_for_token(summary: dict[str, Any]) -> None:
     told = summary["lossless"]["vllm_fp32"]
     assert told["prompts"] > 0
     assert told["identical"] == told["prompts"]
+
+
+def test_methods_side_by_side_have_ranges_lengths_and_rates(summary: dict[str, Any]) -> None:
+    served = summary["served"]
+    assert served["side_by_side"] and "3 repeats" in served["interval_from"]
+    for each in served["methods"].values():
+        for c, (low, high) in each["interval"].items():
+            assert 0 < low <= high
+            assert each["speedup"][c] > 0
+        assert each["lossless"]["identical"] == each["lossless"]["prompts"] > 0
+    assert '"method":"ngram"' in served["commands"]["ngram"]
+    lengths = [cell for cell in served["cells"] if cell["input_length"] == 128]
+    assert lengths and all(cell["output_tokens_per_s"] > 0 for cell in lengths)
+    assert {(cell["method"], cell["rate"]) for cell in served["open_loop"]} == {
+        (method, 4.0) for method in ("none", "eagle3", "ngram")
+    }
+    assert all(cell["queue_ms"] is not None and cell["e2e_ms"]["p50"] > 0 for cell in served["cells"])
+    assert all(value is not None for value in served["overlap"].values())
+    assert not [warning for warning in served["warnings"] if "somebody else" in warning or "unknown" in warning]
 
 
 @pytest.mark.skipif(not DEMO.exists(), reason="make demo has not run here")
