@@ -30,16 +30,18 @@ def work(run: Run) -> bool:
     directory = run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
-    encoding = run.featurize.encoding
+    encoding, everywhere = run.featurize.encoding, run.featurize.final_everywhere
     require_encoding(encoding, target.hidden_size)
-    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend)
+    inputs = describe_inputs(
+        run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend, everywhere
+    )
     claims = Claims(directory)
     with claims.common():
         require_inputs(directory, inputs)
         if is_complete(directory, inputs):
             return False
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
-    units = cut_units(tokenised, run.featurize.shard_tokens)
+    units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
     todo = [unit for unit in units if not is_finished(directory, unit)]
     check_space(directory, tokenised, units, todo, Widths(target.hidden_size, len(layers), encoding))
 
@@ -62,6 +64,7 @@ def work(run: Run) -> bool:
             backend=backend.name,
             backend_version=backend.version,
             quantization=backend.quantization,
+            final_everywhere=everywhere,
         )
     with claims.common():
         if not is_complete(directory, inputs):

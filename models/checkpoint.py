@@ -18,6 +18,7 @@ from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
 
 OPTIONS = {
+    "use_aux_hidden_state": "draft.use_aux_hidden_state",
     "aux_layers": "target.aux_layers",
     "draft_vocab_size": "draft.vocab_size",
     **{
@@ -80,8 +81,10 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
 
 def differing_options(asked: Eagle3Config, wanted: Eagle3Config) -> list[str]:
     """Overrides, for a shell, under which a run that asks for one head gets another for the same target instead."""
-    mine, its = asked.to_dict(), wanted.to_dict()
-    words = [f"{OPTIONS[key]}={_override(its[key])}" for key in OPTIONS if mine[key] != its[key]]
+    keys = [key for key in OPTIONS if getattr(asked, key) != getattr(wanted, key)]
+    if not wanted.aux_layers:  # whatever the features hold
+        keys = [key for key in keys if key != "aux_layers"]
+    words = [f"{OPTIONS[key]}={_override(getattr(wanted, key))}" for key in keys]
     return [shlex.quote(word) if "{" in word else word for word in words]  # bash would expand the braces
 
 

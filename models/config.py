@@ -55,6 +55,8 @@ class DraftConfig:
         vocab_size: size of the draft vocabulary; null or the target's size means no map at all.
         intermediate_size: width of the head's MLP; of a mixture of experts, null takes all that a token is sent to.
         num_attention_heads, num_key_value_heads, head_dim: attention of the head's one layer.
+        use_aux_hidden_state: fuse aux planes with fc, as EAGLE-3 does; false: the target's final plane is the feature
+            itself, which needs `featurize.final_everywhere`.
         norm_output: feed back the post-norm hidden state (EAGLE-3.1) instead of the pre-norm one.
         norm_before_fc: one RMSNorm over the concatenated aux planes before they are fused.
         fc_norm: one RMSNorm per aux plane before they are fused.
@@ -67,6 +69,7 @@ class DraftConfig:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    use_aux_hidden_state: bool = True
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -78,6 +81,10 @@ class DraftConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"draft.{key}={value} must be at least 1; null takes what the target has")
+        if not self.use_aux_hidden_state and (self.norm_before_fc or self.fc_norm):
+            raise ValueError(
+                "draft.norm_before_fc and draft.fc_norm norm what fc reads; draft.use_aux_hidden_state=false has no fc"
+            )
 
 
 @dataclass

@@ -33,10 +33,10 @@ def sglang_layer_ids(aux_layers: Sequence[int]) -> list[int]:
 def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything in model.safetensors, and nothing else."""
     hidden, wide, size = config.hidden_size, 2 * config.hidden_size, config.head_dim
-    inputs = len(config.aux_layers) * config.target_hidden_size
+    inputs = len(config.aux_layers) * config.target_hidden_size  # no planes, no fc
     query, key = config.num_attention_heads * size, config.num_key_value_heads * size
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, inputs),
+        **({"fc.weight": (hidden, inputs)} if inputs else {}),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.self_attn.q_proj.weight": (query, wide),
@@ -97,6 +97,20 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     return scaling
 
 
+def _planes(aux_layers: Sequence[int]) -> dict[str, Any]:
+    """The keys that say which planes are captured; without any, both engines give the final plane as it is."""
+    if not aux_layers:
+        return {"eagle_config": {"use_aux_hidden_state": False}}
+    return {
+        "num_aux_hidden_states": len(aux_layers),
+        "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(aux_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(aux_layers),
+        },
+    }
+
+
 def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
     """config.json of a head that vLLM and SGLang both load.
 
@@ -117,12 +131,7 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": len(config.aux_layers),
-        "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(config.aux_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(config.aux_layers),
-        },
+        **_planes(config.aux_layers),
         "norm_before_residual": False,
         **special,
     }
@@ -170,8 +179,9 @@ def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
     else:
         rope = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": values["rope_theta"]}
     rope.pop("attn_factor", None)
+    fused = values.get("eagle_config", {}).get("use_aux_hidden_state", True)
     return Eagle3Config(
-        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
+        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]) if fused else (),
         rope_parameters=rope,
         **{key: values[key] for key in SHARED_KEYS},
     )

@@ -99,6 +99,8 @@ def export_config(head: Eagle3Head, target: Target, settings: ExportConfig) -> d
     plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
     if settings.dialect == "plain":
         return plain
+    if not head.config.aux_layers:
+        raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
     if settings.k is None:
         raise Refused("export.dialect=speculators says how many tokens to draft; set export.k")
     architectures = getattr(target.config, "architectures", None) or []

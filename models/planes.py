@@ -1,4 +1,4 @@
-"""Planes of a running transformers decoder: plane i is the residual stream after i decoder layers."""
+"""Planes of a running transformers decoder: plane i is the residual stream after i decoder layers, FINAL the last."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from models.errors import Refused
+
+FINAL = -1
+"""Stands for the final plane, after the target's final norm, among plane numbers."""
 
 
 def decoder_of(model: Any, num_layers: int) -> Any:

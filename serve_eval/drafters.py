@@ -41,7 +41,7 @@ class Eagle3Stepper:
 
     def __init__(self, head: Eagle3Head, embedding_VH: torch.Tensor) -> None:
         self.head, self.embedding_VH, self.cache = head, embedding_VH, RaggedCache()
-        self.ids_D, self.aux_layers = head.ids_D, head.config.aux_layers
+        self.ids_D, self.aux_layers = head.ids_D, head.config.planes
         self.root_B = self.parents_BM = torch.empty(0, dtype=torch.int64)
         self.hidden_BMH = torch.empty(0)
 

@@ -124,7 +124,7 @@ class Trainer:
             self.head.compile_parts()
         self.identity = fingerprint(
             {
-                "objective": asdict(objective),
+                "objective": objective.identity(),
                 "optim": asdict(optim),
                 "head": self.head.config.to_dict(),
                 "target": self.tied_to,
@@ -353,7 +353,7 @@ class Trainer:
             for k, (total, count) in enumerate(zip(sums_K.tolist(), self.plan[step].rows_K, strict=True))
         ]
         return {
-            "loss": sum(loss * settings.decay**k for k, loss in enumerate(losses) if loss is not None),
+            "loss": sum(loss * settings.weight(k) for k, loss in enumerate(losses) if loss is not None),
             "loss_per_step": losses,
             "accuracy": [hit / n if n else None for hit, n in zip(hits_K.tolist(), rows_K.tolist(), strict=True)],
             "memory": int(memory.max().item()),

@@ -11,6 +11,8 @@ explain what M will) on u_0, then M on what is left over all steps together, tru
 costs least (reduced-rank regression), the features of later steps being those that M itself gives. Last, one
 number scales norm so that the logits are as sure as they are right.
 
+A head without fc has its feature given, and only the second regression.
+
 On the demo's data this starts at a KL where plain training stands after 150 optimizer steps.
 
 Legend: R rows, P = H hidden, W regressors, S rank of M, K steps of the fit, G groups and M heads per group of the
@@ -68,7 +70,7 @@ def load_start(directory: Path, config: Eagle3Config, target: dict[str, str]) ->
 
 def rows_wanted(config: Eagle3Config) -> int:
     """How many rows the regressions should see."""
-    return ROWS_PER_REGRESSOR * (len(config.aux_layers) * config.target_hidden_size + config.hidden_size)
+    return ROWS_PER_REGRESSOR * (len(config.planes) * config.target_hidden_size + config.hidden_size)
 
 
 def sample(config: Eagle3Config, corpus: Corpus, documents: Sequence[int]) -> list[int]:
@@ -101,7 +103,7 @@ class Rows:
     def of(cls, objective: Objective, pack: Pack) -> Rows:
         """Read from a pack, in the precision of the head's weights."""
         head, steps = objective.head, min(STEPS, objective.settings.unroll_steps)
-        like, rows_R = head.fc.weight, supervised_rows(pack.spans, steps - 1).to(pack.tokens_T.device)
+        like, rows_R = head.norm.weight, supervised_rows(pack.spans, steps - 1).to(pack.tokens_T.device)
         rows_R = rows_R[:: -(-len(rows_R) // ROWS_AT_ONCE) or 1]
         following_KR = torch.stack([rows_R + 1 + k for k in range(steps)])
         embedded_KRH = embedding(pack.tokens_T[following_KR], objective.embedding_VH).to(like)
@@ -163,16 +165,19 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
     head, config = objective.head, objective.head.config
     if config.hidden_size != config.target_hidden_size:
         return
-    width, hidden = head.fc.in_features, config.hidden_size
+    hidden = config.hidden_size
     with_rows = next((pack for pack in packs() if len(Rows.of(objective, pack).planes_RW)), None)
     if with_rows is None:
         return
-    features = Regression(width + hidden, hidden, head.fc.weight)
-    for rows in (Rows.of(objective, pack) for pack in packs()):
-        features.add(torch.cat((rows.planes_RW, rows.embedded_KRH[0]), -1), rows.wanted_KRH[0])
-    whole_WH = features.solve()
-    head.fc.weight.copy_(whole_WH[:width].T)
-    map_WH = torch.cat((whole_WH[width:], torch.zeros_like(whole_WH[width:])))
+    map_WH = head.norm.weight.new_zeros(2 * hidden, hidden)
+    if isinstance(head.fc, torch.nn.Linear):
+        width = head.fc.in_features
+        features = Regression(width + hidden, hidden, map_WH)
+        for rows in (Rows.of(objective, pack) for pack in packs()):
+            features.add(torch.cat((rows.planes_RW, rows.embedded_KRH[0]), -1), rows.wanted_KRH[0])
+        whole_WH = features.solve()
+        head.fc.weight.copy_(whole_WH[:width].T)
+        map_WH[:hidden] = whole_WH[width:]
     for _ in range(SWEEPS):
         layer = Regression(2 * hidden, hidden, map_WH)
         for rows in (Rows.of(objective, pack) for pack in packs()):
@@ -185,11 +190,11 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
 
 def add_steps(regression: Regression, objective: Objective, rows: Rows, map_WH: torch.Tensor) -> None:
     """What is left to explain at each step, the features of later ones being as the present M gives them."""
-    head, decay = objective.head, objective.settings.decay
+    head = objective.head
     feature_RH = head.fc(rows.planes_RW)
     for k, (embedded_RH, wanted_RH) in enumerate(zip(rows.embedded_KRH, rows.wanted_KRH, strict=True)):
         wide_RW = torch.cat((embedded_RH, head.midlayer.hidden_norm(feature_RH)), -1)
-        regression.add(wide_RW, wanted_RH - feature_RH, decay**k)
+        regression.add(wide_RW, wanted_RH - feature_RH, objective.settings.weight(k))
         feature_RH = head.feedback(feature_RH + wide_RW @ map_WH)
 
 
@@ -212,9 +217,9 @@ def calibrate(objective: Objective, pack: Pack) -> None:
     costs = torch.zeros_like(scales)
     for k, step in enumerate(objective.unroll(pack, None)):
         some_R = torch.linspace(0, len(step.rows_R) - 1, min(256, len(step.rows_R))).long().to(step.rows_R.device)
-        logits_RD = (step.hidden_RH[some_R].to(head.lm_head.weight) @ head.lm_head.weight.T).float()
+        logits_RD = (step.hidden_RH[some_R].to(objective.draft_DH) @ objective.draft_DH.T).float()
         final_RP = pack.final_FP[pack.teacher_T[step.rows_R[some_R] + 1 + k]]
-        p_RD = (final_RP.to(head.lm_head.weight) @ objective.teacher_DP.to(head.lm_head.weight).T).float().softmax(-1)
+        p_RD = (final_RP.to(objective.draft_DH) @ objective.teacher_DP.to(objective.draft_DH).T).float().softmax(-1)
         agreed = (p_RD * logits_RD).sum(-1).mean()
         costs += torch.stack([(logits_RD * s).logsumexp(-1).mean() - s * agreed for s in scales])
     head.norm.weight.mul_(scales[costs.argmin()])
