@@ -28,7 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig
+from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig, SpoolConfig
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
 from models.errors import Refused
@@ -56,6 +56,7 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     featurize: FeaturizeConfig = field(default_factory=FeaturizeConfig)
+    spool: SpoolConfig = field(default_factory=SpoolConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -92,6 +93,7 @@ def _resolve(config: Any) -> Run:
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
     run.target.path = os.path.expanduser(run.target.path)
+    run.spool.directory = os.path.expanduser(run.spool.directory)
     return run
 
 

@@ -2,16 +2,22 @@
 
 Run again, it goes on where it stopped; with everything there it returns at once, without loading the model. Run many
 times at once, on any machines that see the folder, the processes share the units; each returns when all are done.
+
+With `spool.gigabytes` hidden states do not stay: it runs beside `python -m train`, which takes and removes them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from conf import Run, stage
 from featurize.backends import checked_backend
-from featurize.claims import Claims
+from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, extract
+from featurize.extract import Widths, check_space, extract, extract_unit
+from featurize.spool import Spool, fill, kept_part, publish
 from featurize.store import (
     cut_units,
     is_complete,
@@ -21,13 +27,14 @@ from featurize.store import (
     require_inputs,
     write_manifest,
 )
-from featurize.tokenised import describe_inputs, load_or_tokenise
+from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
 from models.target import aux_layers, describe_target
 
 
 def work(run: Run) -> bool:
-    """Make the run's features; False when they are complete already."""
-    directory = run.directory / "features"
+    """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
+    streaming = run.spool.gigabytes is not None
+    directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
     encoding, everywhere = run.featurize.encoding, run.featurize.final_everywhere
@@ -36,25 +43,34 @@ def work(run: Run) -> bool:
         run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend, everywhere
     )
     claims = Claims(directory)
+    if streaming:
+        claims.attend(EXTRACTING)
     with claims.common():
         require_inputs(directory, inputs)
-        if is_complete(directory, inputs):
+        if not streaming and is_complete(directory, inputs):
             return False
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
     units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
-    todo = [unit for unit in units if not is_finished(directory, unit)]
-    check_space(directory, tokenised, units, todo, Widths(target.hidden_size, len(layers), encoding))
+    widths = Widths(target.hidden_size, len(layers), encoding)
+    if streaming:
+        spool = Spool(directory, run.spool, units, widths)
+        if spool.finished():
+            return False
+        kept, kept_inputs = kept_part(tokenised, inputs, run.data.validation_share)
+        spool.check_space(cut_units(kept, run.featurize.shard_tokens, everywhere))
+    else:
+        check_space(directory, tokenised, units, [u for u in units if not is_finished(directory, u)], widths)
 
     opened = checked_backend(target, layers, tokenised, run.featurize, run.target, run.engine, run.directory)
     with opened as (backend, canary):
         with claims.common():
             require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
             record_inputs(directory, inputs)
-        extract(backend, directory, tokenised, todo, run.featurize.batch_tokens, target.hidden_size, encoding, claims)
+        batch_tokens, hidden = run.featurize.batch_tokens, target.hidden_size
         contract = FeatureContract(
             target_config=target.config_hash,
             target_weights=target.weights_hash,
-            hidden_size=target.hidden_size,
+            hidden_size=hidden,
             vocab_size=target.vocab_size,
             dtype=dtype_name(target.dtype),
             aux_layers=layers,
@@ -66,10 +82,35 @@ def work(run: Run) -> bool:
             quantization=backend.quantization,
             final_everywhere=everywhere,
         )
-    with claims.common():
-        if not is_complete(directory, inputs):
-            remove_leftovers(directory)
-            write_manifest(directory, contract, inputs, tokenised, units, canary)
+
+        def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
+            units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
+            todo = [unit for unit in units if not is_finished(directory, unit)]
+            extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims)
+            with claims.common():
+                if not is_complete(directory, inputs):
+                    remove_leftovers(directory)
+                    write_manifest(directory, contract, inputs, tokenised, units, canary)
+
+        if not streaming:
+            complete(directory, tokenised, inputs, claims)
+            return True
+        if kept.documents:
+            folder = directory / "kept"
+            kept_claims = Claims(folder)
+            with kept_claims.common():
+                require_inputs(folder, kept_inputs)
+                record_inputs(folder, kept_inputs)
+                save(folder, kept)
+            if not is_complete(folder, kept_inputs):
+                complete(folder, kept, kept_inputs, kept_claims)
+        with claims.common():
+            publish(directory, contract, inputs, tokenised, canary)
+        fill(
+            spool,
+            claims,
+            lambda unit: extract_unit(backend, tokenised, unit, batch_tokens, hidden, lambda _tokens: None),
+        )
     return True
 
 

@@ -149,6 +149,28 @@ class FeaturizeConfig:
 
 
 @dataclass
+class SpoolConfig:
+    """Streaming: features pass through a folder of bounded size; `featurize` and `train` run at the same time.
+
+    Attributes:
+        gigabytes: most that shards take up at any time (1 GB = 10**9 bytes), beside the documents held out, which
+            stay; null keeps the whole store in the run's folder instead.
+        directory: on a disk, a tmpfs or a shared file system with locks, that all processes of both stages see.
+        patience_s: how long one stage waits for the other when no process of that one is alive.
+    """
+
+    gigabytes: float | None = None
+    directory: str = "${root}/${name}/spool"
+    patience_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.gigabytes is not None and self.gigabytes <= 0:
+            raise ValueError(f"spool.gigabytes={self.gigabytes} must be above 0; null switches streaming off")
+        if self.patience_s <= 0:
+            raise ValueError(f"spool.patience_s={self.patience_s} must be above 0")
+
+
+@dataclass
 class RouteConfig:
     """One kind of conversation to generate.
 

@@ -67,6 +67,11 @@ class Unit:
         return f"{self.index:05d}"
 
 
+def unit_key(tokenised: str, first: int, last: int) -> str:
+    """Fingerprint of everything that decides the contents of a shard of these documents."""
+    return fingerprint([tokenised, first, last])
+
+
 def kept_finals(document: Document, everywhere: bool) -> int:
     """At how many positions of a document the final plane is kept."""
     return document.length if everywhere else document.teachers
@@ -84,7 +89,7 @@ def cut_units(tokenised: TokenisedSet, shard_tokens: int, everywhere: bool = Fal
         tokens += document.length
         finals += kept_finals(document, everywhere)
         if tokens >= shard_tokens or index == len(tokenised.documents) - 1:
-            key = fingerprint([tokenised.fingerprint, first, index + 1])
+            key = unit_key(tokenised.fingerprint, first, index + 1)
             units.append(Unit(len(units), first, index + 1, tokens, finals, everywhere, key))
             first, tokens, finals = index + 1, 0, 0
     return units
@@ -179,7 +184,11 @@ def write_manifest(
     units: Sequence[Unit],
     canary: dict[str, Any],
 ) -> None:
-    """Write manifest.json, after which the directory is complete; `canary` is that check's report."""
+    """Write manifest.json, after which the directory is complete; `canary` is that check's report.
+
+    Args:
+        units: the finished units, all of them or, where shards only pass through the folder, none.
+    """
     files: list[dict[str, Any]] = []
     for unit in units:
         path = shard_path(directory, unit)
@@ -237,11 +246,20 @@ def teacher_positions(document: Document) -> torch.Tensor:
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    with path.open("rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        return size, json.loads(handle.read(size))
+
+
+def shard_key(path: Path) -> str:
+    """The key of the unit whose shard a file says it is."""
+    return _header(path)[1]["__metadata__"]["key"]
+
+
 def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a safetensors file as a view of one private memory map."""
-    with path.open("rb") as handle:
-        header_size = int.from_bytes(handle.read(8), "little")
-        header = json.loads(handle.read(header_size))
+    header_size, header = _header(path)
     mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     data = mapped[8 + header_size :]
     header.pop("__metadata__", None)
@@ -253,6 +271,31 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def open_manifest(directory: Path) -> tuple[dict[str, Any], TokenisedSet]:
+    """The manifest of a features folder, every file of which has its size, and its documents.
+
+    Raises:
+        Refused: it is missing, incomplete, or a file is missing or has the wrong size.
+    """
+    if not directory.is_dir():
+        raise Refused(f"no features in {directory}; run `python -m featurize` for this run first")
+    if not (directory / "manifest.json").is_file():
+        raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
+    manifest = read_json(directory / "manifest.json")
+    if not isinstance(manifest, dict) or not {"contract", "files", "totals"} <= manifest.keys():
+        raise Refused(f"{directory / 'manifest.json'} is no manifest of features; run `python -m featurize` again")
+    for entry in manifest["files"]:
+        path = directory / entry["file"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["size"]:
+            found = "missing" if size is None else f"torn ({size} of {entry['size']} bytes)"
+            raise Refused(f"{path} is {found}; run `python -m featurize` again to mend it")
+    tokenised = load(directory)
+    if tokenised is None or len(tokenised.documents) != manifest["totals"]["documents"]:
+        raise Refused(f"{directory}/tokenised.* is torn; delete {directory} and run `python -m featurize` again")
+    return manifest, tokenised
+
+
 class FeatureStore:
     """Features on disk; open with `FeatureStore.open`. Any number of threads may read.
 
@@ -262,6 +305,7 @@ class FeatureStore:
         documents: id, route, length and spans, in stored order.
         tokens_T: int32, the documents' ids end to end, mapped from the tokenised set: no shard is touched for them.
         starts_N: int64, where each document begins in `tokens_T`, and the total at the end.
+        firsts: the first document of every shard.
         manifest: manifest.json as read.
     """
 
@@ -271,7 +315,7 @@ class FeatureStore:
         self.documents = tokenised.documents
         self.tokens_T = tokenised.tokens
         self._shards = [entry for entry in manifest["files"] if "first" in entry]
-        self._firsts = [entry["first"] for entry in self._shards]
+        self.firsts: list[int] = [entry["first"] for entry in self._shards]
         everywhere, self._over_final = self.contract.final_everywhere, False
         sizes = ((document.length, kept_finals(document, everywhere)) for document in self.documents)
         flat = np.fromiter((size for pair in sizes for size in pair), np.int64, 2 * len(self.documents))
@@ -288,23 +332,7 @@ class FeatureStore:
         Raises:
             Refused: it is missing, incomplete, or a file is missing or has the wrong size.
         """
-        if not directory.is_dir():
-            raise Refused(f"no features in {directory}; run `python -m featurize` for this run first")
-        if not (directory / "manifest.json").is_file():
-            raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
-        manifest = read_json(directory / "manifest.json")
-        if not isinstance(manifest, dict) or not {"contract", "files", "totals"} <= manifest.keys():
-            raise Refused(f"{directory / 'manifest.json'} is no manifest of features; run `python -m featurize` again")
-        for entry in manifest["files"]:
-            path = directory / entry["file"]
-            size = path.stat().st_size if path.is_file() else None
-            if size != entry["size"]:
-                found = "missing" if size is None else f"torn ({size} of {entry['size']} bytes)"
-                raise Refused(f"{path} is {found}; run `python -m featurize` again to mend it")
-        tokenised = load(directory)
-        if tokenised is None or len(tokenised.documents) != manifest["totals"]["documents"]:
-            raise Refused(f"{directory}/tokenised.* is torn; delete {directory} and run `python -m featurize` again")
-        return cls(directory, manifest, tokenised)
+        return cls(directory, *open_manifest(directory))
 
     @property
     def fingerprint(self) -> str:
@@ -337,6 +365,10 @@ class FeatureStore:
         view._over_final = True
         return view
 
+    def in_epoch(self, epoch: int) -> FeatureStore:
+        """What to read an epoch's training documents from: this store, unless it is one that shards pass through."""
+        return self
+
     def _map(self, shard: int) -> dict[str, torch.Tensor]:
         with self._locks[shard]:  # threads that want the same shard wait for one checksum
             if shard not in self._mapped:
@@ -355,9 +387,9 @@ class FeatureStore:
         Raises:
             Refused: the shard's checksum is wrong (compared when the shard is first used).
         """
-        shard = bisect_right(self._firsts, index) - 1
+        shard = bisect_right(self.firsts, index) - 1
         tensors = self._map(shard)
-        edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self._firsts[shard]]
+        edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self.firsts[shard]]
         (token, kept), (token_end, kept_end) = edges_22.tolist()
         encoding, positions = self.contract.encoding, teacher_positions(self.documents[index])
         final = stored(encoding, tensors, "final", kept, kept_end)

@@ -8,6 +8,7 @@ description is the key of everything in the folder: a rerun with the same one go
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -93,6 +94,17 @@ class TokenisedSet:
     def ids(self, index: int) -> torch.Tensor:
         """Token ids of one document, int32 [T], a view."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def part(self, indices: Sequence[int], key: str) -> TokenisedSet:
+        """Some of the documents, as a set of their own."""
+        documents = [self.documents[index] for index in indices]
+        tokens = torch.cat([self.tokens[:0], *(self.ids(index) for index in indices)])
+        return TokenisedSet(documents, tokens, key, {}, {"documents": 0, "supervised_tokens": 0})
+
+
+def held_out(document_id: str, share: float) -> bool:
+    """Whether a document belongs to the validation set: decided by its id alone, whatever else there is."""
+    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:4], "big") < share * 2**32
 
 
 def describe_inputs(

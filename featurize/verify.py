@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors
-from models.artefact import file_sha256
+from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors, shard_key, unit_key
+from models.artefact import file_sha256, fingerprint
 from models.errors import Refused
 from models.target import Target, aux_layers, describe_target
 
@@ -22,8 +22,8 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
     """Check a whole store; returns the line to print.
 
     Raises:
-        Refused: naming the first fault: a file that is missing, torn or damaged, features of another target, totals
-            or rows that are not the documents'.
+        Refused: naming the first fault: a file that is missing, torn, damaged, of another store or in no manifest,
+            features of another target, totals or rows that are not the documents'.
     """
     store = FeatureStore.open(directory)
     store.require(target, layers)
@@ -33,7 +33,11 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
             raise Refused(f"{directory}/manifest.json says {totals[name]} {name}, its documents have {counted}")
     if totals["bytes"] != (size := sum(entry["size"] for entry in files)):
         raise Refused(f"{directory}/manifest.json says {totals['bytes']} bytes, its files have {size}")
-    next_document = 0
+    listed = {entry["file"] for entry in files}
+    for path in sorted((directory / "shards").iterdir()):
+        if f"shards/{path.stem}.safetensors" not in listed:
+            raise Refused(f"{path} is none of the shards of {directory}/manifest.json; take it away")
+    next_document, key = 0, fingerprint(store.manifest["inputs"])
     for entry in files:
         path = directory / entry["file"]
         if file_sha256(path) != entry["sha256"]:
@@ -43,6 +47,8 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
         first, last = entry["first"], entry["last"]
         if first != next_document:
             raise Refused(f"{path} begins with document {first}, document {next_document} was expected")
+        if shard_key(path) != unit_key(key, first, last):
+            raise Refused(f"{path} is a shard of other features; delete it and run `python -m featurize` again")
         next_document = last
         tensors = map_tensors(path)
         tokens_T = store.tokens_T[store.starts_N[first] : store.starts_N[last]]

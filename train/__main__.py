@@ -1,4 +1,7 @@
-"""`python -m train`: feature store -> trained head; `--multirun optim.lr=1e-3,3e-4`: several, and a table of them."""
+"""`python -m train`: feature store -> trained head; `--multirun optim.lr=1e-3,3e-4`: several, and a table of them.
+
+With `spool.gigabytes`, `python -m featurize` runs beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from train.signals import StopRequest
 def main(run: Run) -> bool:
     """Open the features, train, leave checkpoints, metrics and curves in runs/<name>/train."""
     stop = StopRequest()  # before the imports and all that takes long: a preemption may come at any time
+    from featurize.spooled import SpoolStore
     from featurize.store import FeatureStore
     from models.eagle3 import Eagle3Config
     from models.planes import FINAL
@@ -19,7 +23,10 @@ def main(run: Run) -> bool:
     layers = aux_layers(target, run.target.aux_layers)
     config = Eagle3Config.for_target(target, layers, run.draft)
     over_final = config.planes == (FINAL,)
-    store = FeatureStore.open(run.directory / "features")
+    if run.spool.gigabytes is None:
+        store = FeatureStore.open(run.directory / "features")
+    else:
+        store = SpoolStore.attach(run.spool, run.trainer.seed, run.trainer.epochs)
     store.require(target, layers, final=over_final)
     trainer = Trainer(
         store=store.over_final() if over_final else store,

@@ -118,6 +118,8 @@ class TrainerConfig:
         epochs: passes over the training documents.
         pack_tokens: documents are laid end to end up to this many tokens.
         packs_per_step: packs of one optimizer step, over all processes.
+        shuffle_shards: shards are taken in random order, and documents mix over so many neighbours in it, so that
+            few shards are in use at a time; null mixes all documents. Streaming needs it.
         strategy: how processes share the step: "ddp" (every one holds all weights; also for one process),
             "fsdp2", or DeepSpeed's "zero1", "zero2", "zero3". A run may go on with another.
         read_ahead: packs that each process reads ahead of the one in use, each in a thread and in memory.
@@ -136,6 +138,7 @@ class TrainerConfig:
     epochs: int = 1
     pack_tokens: int = 4096
     packs_per_step: int = 1
+    shuffle_shards: int | None = None
     strategy: str = "ddp"
     read_ahead: int = 2
     precision: str = "bf16"
@@ -175,3 +178,5 @@ class TrainerConfig:
         ):
             if getattr(self, key) < 1:
                 raise ValueError(f"trainer.{key}={getattr(self, key)} must be at least 1")
+        if self.shuffle_shards is not None and self.shuffle_shards < 1:
+            raise ValueError(f"trainer.shuffle_shards={self.shuffle_shards} must be at least 1; null mixes everything")

@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from featurize.spooled import SpoolStore
 from featurize.store import FeatureStore
 from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.checkpoint import describe
@@ -26,6 +27,7 @@ from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
 from train import ranks, resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
+from train.feed import Feed
 from train.measure import Journal, Progress, draw_curves, peak_memory
 from train.objective import Objective, Outcome, judge
 from train.optimizer import schedule
@@ -87,8 +89,9 @@ class Trainer:
         resolved: dict[str, Any],
     ) -> None:
         self.store, self.optim, self.settings, self.directory, self.name = store, optim, trainer, directory, name
-        self.tied_to = describe(target)
+        self.target, self.tied_to = target, describe(target)
         self.about = {"features": store.contract.to_json(), "config": resolved}
+        self.window = Window()
         self.accelerator = ranks.start(trainer, optim)
         self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
         self.training, self.validation = divide(store.documents, self.corpus, validation_share)
@@ -100,7 +103,13 @@ class Trainer:
             packs_per_step=trainer.packs_per_step,
             seed=trainer.seed,
             epochs=trainer.epochs,
+            mixing=trainer.shuffle_shards,
+            firsts=store.firsts,
         )
+        self.feed: Feed | None = None
+        if isinstance(store, SpoolStore):
+            store.require_kept(self.validation)
+            self.feed = Feed(store, self.plan, self.accelerator.process_index, self.accelerator.num_processes)
 
         decay = optim.decay_share * len(self.plan) if optim.schedule == "wsd" else 0
         if decay and optim.warmup_steps + decay > len(self.plan):
@@ -112,14 +121,13 @@ class Trainer:
         counts = count_supervised(store, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
-        if trainer.init_from is None:
+        if trainer.init_from is None:  # its start values come with `_fit`: features may have yet to arrive
             self.head = Eagle3Head(config, choose_draft_vocabulary(counts, config.draft_vocab_size))
-            initialise(self.head, target, sample_planes(store, self.training))
         else:
             self.head = load_start(Path(trainer.init_from), config, self.tied_to)
             origin = {"init_from": file_sha256(Path(trainer.init_from) / "head.safetensors")}
         self.coverage = counts[self.head.ids_D].sum().item() / max(1, counts.sum().item())
-        self.objective = Objective(self.head, target, objective, trainer.precision).to(self.accelerator.device)
+        self.objective = Objective(self.head, target, objective, trainer.precision)
         if trainer.compile:
             self.head.compile_parts()
         self.identity = fingerprint(
@@ -133,6 +141,8 @@ class Trainer:
                 "trainer": [getattr(trainer, key) for key in ("epochs", "pack_tokens", "packs_per_step", "seed")],
                 "precision": trainer.precision,
                 **origin,
+                # One more key for those who set it; it would orphan the checkpoints of all others.
+                **({} if trainer.shuffle_shards is None else {"shuffle_shards": trainer.shuffle_shards}),
             }
         )
 
@@ -142,19 +152,23 @@ class Trainer:
         return self.directory / "checkpoints"
 
     def _fit(self) -> None:
-        """Fit the start values on the main process, for all."""
+        """Find the start values on the main process, for all."""
+        documents, _ = self.plan.opening()
+        store = self.store.in_epoch(0)
+
+        def packs() -> Iterator[Pack]:
+            sampled = sample(self.head.config, self.corpus, documents)
+            for pack in plan_packs(self.corpus, sampled, self.settings.pack_tokens):
+                yield build_pack(store, pack).to(self.accelerator.device)
+
         if self.accelerator.is_main_process:
             log.info("fitting the start values on up to %d rows", rows_wanted(self.head.config))
-        ranks.first(self.accelerator, lambda: fit_start(self.objective, self._start_packs))
+        ranks.first(self.accelerator, lambda: initialise(self.head, self.target, sample_planes(store, documents)))
+        self.objective.to(self.accelerator.device)
+        ranks.first(self.accelerator, lambda: fit_start(self.objective, packs))
         if self.accelerator.num_processes > 1:
             for parameter in self.head.parameters():
                 torch.distributed.broadcast(parameter.data, 0)
-
-    def _start_packs(self) -> Iterator[Pack]:
-        """The packs that the start values are fitted to."""
-        documents = sample(self.head.config, self.corpus, self.training)
-        for pack in plan_packs(self.corpus, documents, self.settings.pack_tokens):
-            yield build_pack(self.store, pack).to(self.accelerator.device)
 
     def finished(self) -> bool:
         """Whether this run has been trained to its end already: what the main process finds, on all of them.
@@ -180,8 +194,8 @@ class Trainer:
         """Train to the end, from the newest checkpoint if there is one, or until a stop is asked for.
 
         Raises:
-            Refused: checkpoints of other settings, none that is complete, values that are not finite, or another
-                process that is gone.
+            Refused: checkpoints of other settings, none that is complete, values that are not finite, another
+                process that is gone, or features that nobody extracts; what was trained until then is saved.
             SystemExit: with PREEMPTED after a signal, when everything is saved.
         """
         try:
@@ -191,9 +205,12 @@ class Trainer:
                 told = str(error).splitlines()[0]
                 raise Refused(f"another process of this job is gone ({told}); start the job again to go on") from None
             raise
+        finally:
+            if isinstance(self.store, SpoolStore):
+                self.store.close()
 
     def _run(self, stop: StopRequest) -> None:
-        progress = self._start()
+        progress = self._start(stop)
         total = len(self.plan)
         journal = self._open_journal(progress)
         if journal is not None:
@@ -214,10 +231,14 @@ class Trainer:
                 "training in %d steps; draft vocabulary covers %.2f %% of the supervised tokens%s",
                 total, 100 * self.coverage, f"; going on after step {progress.step}" if progress.step else "",
             )  # fmt: skip
+        # Held by name, so that it outlives the loop: it waits for its threads, which may wait for shards until `run`
+        # has closed the store.
+        steps = self._steps(progress.step)
         with Progress(total, progress.step, shown=self.accelerator.is_main_process) as bar:
-            for line in self._steps(progress.step):
+            for line in steps:
                 progress.step += 1
-                last, leave = progress.step == total, self._agree(stop.asked)
+                last = progress.step == total
+                leave, trouble = self._agree(stop, None if last else self._features(progress.step, stop))
                 bar.advance(progress.step, line)
                 if journal is not None and line is not None:
                     journal.write(line)
@@ -228,9 +249,12 @@ class Trainer:
                 if leave and not last:
                     if journal is not None:
                         journal.close()
-                        log.info("asked to stop: step %d is saved; run again to go on", progress.step)
-                    self.ranks.close()
-                    sys.exit(PREEMPTED)
+                        why = "asked to stop" if trouble is None else "no features"
+                        log.info("%s: step %d is saved; run again to go on", why, progress.step)
+                    if trouble is None:
+                        self.ranks.close()
+                    self._leave(trouble)
+        self._free(total)
         if journal is not None:
             journal.close()
             draw_curves(journal.path, self.directory / "curves.png")
@@ -250,12 +274,19 @@ class Trainer:
             write_json(self.directory / "manifest.json", summary)
         self.ranks.close()
 
-    def _start(self) -> resume.Progress:
+    def _start(self, stop: StopRequest) -> resume.Progress:
         """Load the newest checkpoint, if there is one, and share the head among the processes."""
         found = ranks.first(self.accelerator, self._find)
         saved = resume.read(found) if found is not None else None
+        if self.feed is not None:
+            done, feed = saved.progress.step if saved is not None else 0, self.feed
+            ranks.first(self.accelerator, lambda: feed.ask(done))
+            leave, trouble = self._agree(stop, self._features(done, stop) if done < len(self.plan) else None)
+            if leave:
+                self._leave(trouble)
         if saved is None and self.settings.init_from is None:
             self._fit()
+        self.objective.to(self.accelerator.device)
         self.ranks = ranks.share(self.accelerator, self.settings.strategy, self.objective, self.optim, saved)
         if saved is None:
             return resume.Progress(identity=self.identity)
@@ -276,12 +307,40 @@ class Trainer:
         ranks.first(self.accelerator, lambda: opened.append(Journal(path, self.settings, self.name, progress)))
         return opened[0] if opened else None
 
-    def _agree(self, asked: bool) -> bool:
-        """Whether any process was asked to stop."""
+    def _features(self, step: int, stop: StopRequest) -> str | None:
+        """Wait until the features of a step are there, or a stop was asked for; returns what is wrong with them."""
+        if self.feed is None:
+            return None
+        started = time.monotonic()
+        self._free(step)
+        trouble = self.feed.wait(step, lambda: stop.asked)
+        self.window.waited += time.monotonic() - started
+        return trouble
+
+    def _free(self, steps: int) -> None:
+        """Give back the features that nobody needs after so many steps."""
+        if self.feed is not None and self.accelerator.is_main_process:
+            self.feed.free(steps)
+
+    def _agree(self, stop: StopRequest, trouble: str | None) -> tuple[bool, str | None]:
+        """Whether any process has to stop, since it was asked to or by what is wrong; and the first one's trouble."""
+        leave = stop.asked or trouble is not None
         if self.accelerator.num_processes == 1:
-            return asked
-        flag = torch.tensor(float(asked), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum").item())
+            return leave, trouble
+        flag = torch.tensor(float(leave), device=self.accelerator.device)
+        if not self.accelerator.reduce(flag, "sum").item():
+            return False, None
+        troubles: list[str | None] = [None] * self.accelerator.num_processes
+        torch.distributed.all_gather_object(troubles, trouble)
+        return True, next((each for each in troubles if each is not None), None)
+
+    def _leave(self, trouble: str | None) -> NoReturn:
+        """Leave on all processes, when all is saved: asked to, or because of some trouble that the main one tells."""
+        if trouble is None:
+            sys.exit(PREEMPTED)
+        if self.accelerator.is_main_process:
+            raise Refused(trouble)
+        sys.exit(2)
 
     def _mine(self, step: int) -> list[PackPlan | None]:
         """This process's packs of one optimizer step, padded so that every process runs as many."""
@@ -291,23 +350,25 @@ class Trainer:
         """Supervised rows per unroll step over all processes, at least 1: an empty step must not divide by 0."""
         return [max(1, rows) for rows in self.plan[step].rows_K]
 
+    def _packs(self, done: int) -> Iterator[Pack | None]:
+        """This process's packs from an optimizer step on, read ahead within each epoch."""
+        pin = self.accelerator.device.type == "cuda"
+        for epoch, steps in self.plan.by_epoch(done):
+            planned = (pack for step in steps for pack in self._mine(step))
+            coming = (pack.documents if pack is not None else None for pack in planned)
+            yield from read_ahead(self.store.in_epoch(epoch), coming, self.settings.read_ahead, pin=pin)
+
     def _steps(self, done: int) -> Iterator[dict[str, Any] | None]:
         """Run the optimizer steps from `done` on; yields a line for the journal when one is due, else None."""
-        coming = (
-            pack.documents if pack is not None else None
-            for step in range(done, len(self.plan))
-            for pack in self._mine(step)
-        )
-        pin = self.accelerator.device.type == "cuda"
-        stream = read_ahead(self.store, coming, self.settings.read_ahead, pin=pin)
-        window = Window()
+        stream = self._packs(done)
+        self.window = Window()
         for step in range(done, len(self.plan)):
             counts, mine = self._counts(step), self._mine(step)
             sums_K = torch.zeros(self.objective.settings.unroll_steps)
             for index, planned in enumerate(mine):
                 started = time.monotonic()
                 pack = next(stream)
-                window.waited += time.monotonic() - started
+                self.window.waited += time.monotonic() - started
                 pack = pack.to(self.accelerator.device) if pack is not None else None
                 place = planned.place if planned is not None else 0
                 seed = self.settings.seed * 7_919 + place
@@ -316,15 +377,15 @@ class Trainer:
             due = (step + 1) % self.settings.log_every == 0 or step + 1 == len(self.plan)
             figures = self._figures(step, sums_K, pack, outcome) if due else None  # before the weights change
             lr, norm = self._update(step)
-            window.tokens += self.plan[step].tokens
-            window.rows += counts[0]
+            self.window.tokens += self.plan[step].tokens
+            self.window.rows += counts[0]
             line = None
             if figures is not None:
-                line = {"step": step + 1, **figures, "lr": lr, "grad_norm": norm, **window.rates()}
-                window = Window()
+                line = {"step": step + 1, **figures, "lr": lr, "grad_norm": norm, **self.window.rates()}
+                self.window = Window()
             paused = time.monotonic()
             yield line
-            window.started += time.monotonic() - paused  # validation and checkpoints are no training
+            self.window.started += time.monotonic() - paused  # validation and checkpoints are no training
 
     def _update(self, step: int) -> tuple[float, float]:
         """Clip, then step; returns the learning rate and the gradient norm before clipping."""

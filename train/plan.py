@@ -16,19 +16,24 @@ short answers meet short chats, 1.10 or 1.03 instead of 1.92 or 1.42, and 86 % i
 padding, so room left in a pack costs no more than a smaller matrix product. A million documents take 1 to 4 s
 an epoch, 44 bytes each to describe and 18 to lay out.
 
-Legend: N documents of the store, K unroll steps, S spans.
+With `mixing` (trainer.shuffle_shards) an epoch goes through the shards in random order and needs few at a time: a
+document of its p-th shard is drawn at the time p + u, u uniform in [0, mixing). So it meets the documents of that many
+shards on either side, and after the time p + mixing the shard is done with.
+
+Legend: N documents of the store, D documents of an epoch, K unroll steps, S spans.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from featurize.spool import epoch_random, shard_order
 from featurize.tokenised import Document
 from models.eagle3 import Eagle3Config
 
@@ -227,10 +232,26 @@ class Plan:
     """
 
     def __init__(
-        self, corpus: Corpus, documents: Sequence[int], *, budget: int, packs_per_step: int, seed: int, epochs: int
+        self,
+        corpus: Corpus,
+        documents: Sequence[int],
+        *,
+        budget: int,
+        packs_per_step: int,
+        seed: int,
+        epochs: int,
+        mixing: int | None = None,
+        firsts: Sequence[int] = (0,),
     ) -> None:
+        """Count the steps of all epochs.
+
+        Args:
+            mixing: documents mix over so many shards; None mixes all.
+            firsts: the first document of every shard of the store.
+        """
         self.corpus, self.documents = corpus, np.array(documents, dtype=np.int64)
-        self.budget, self.packs_per_step, self.seed = budget, packs_per_step, seed
+        self.budget, self.packs_per_step, self.seed, self.epochs = budget, packs_per_step, seed, epochs
+        self.mixing, self.firsts = mixing, np.array(firsts, dtype=np.int64)
         self._layouts: dict[int, Layout] = {}
         counts = [len(self.epoch(epoch)) for epoch in reversed(range(epochs))]  # ends with the one that is used first
         self._begins = np.concatenate(([0], np.cumsum(counts[::-1]))).tolist()
@@ -238,12 +259,44 @@ class Plan:
     def epoch(self, epoch: int) -> Layout:
         """The layout of one epoch."""
         if epoch not in self._layouts:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = self.documents[torch.randperm(len(self.documents), generator=generator).numpy()]
+            random = epoch_random(self.seed, epoch)
+            if self.mixing is None:
+                order_D = torch.randperm(len(self.documents), generator=random).numpy()
+            else:
+                turn_D = self._turns(self.documents, shard_order(len(self.firsts), random))
+                drawn_D = torch.rand(len(self.documents), generator=random, dtype=torch.float64).numpy()
+                order_D = np.argsort(turn_D + self.mixing * drawn_D, kind="stable")
             while len(self._layouts) > 1:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[epoch] = lay_out(self.corpus, order, self.budget, self.packs_per_step)
+            self._layouts[epoch] = lay_out(self.corpus, self.documents[order_D], self.budget, self.packs_per_step)
         return self._layouts[epoch]
+
+    def _turns(self, documents_D: np.ndarray, order: Sequence[int]) -> np.ndarray:
+        return np.argsort(order)[np.searchsorted(self.firsts, documents_D, side="right") - 1]
+
+    def turns(self, epoch: int, documents_D: np.ndarray) -> np.ndarray:
+        """The turn of each document's shard in an epoch, int64 [D]."""
+        return self._turns(documents_D, shard_order(len(self.firsts), epoch_random(self.seed, epoch)))
+
+    def opening(self) -> tuple[list[int], int]:
+        """Documents to look at before the first step, and of how many of the first shards they are all."""
+        if self.mixing is None:
+            return self.documents.tolist(), len(self.firsts)
+        first_step = np.array([document for pack in self.epoch(0)[0] for document in pack])
+        turn_D = self.turns(0, self.documents)
+        count = max(min(self.mixing, len(self.firsts)), 1 + int(self.turns(0, first_step).max()))
+        return self.documents[turn_D < count].tolist(), count
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """The epoch of an optimizer step, and its number there."""
+        epoch = bisect_right(self._begins, step) - 1
+        return epoch, step - self._begins[epoch]
+
+    def by_epoch(self, first: int) -> Iterator[tuple[int, range]]:
+        """The steps from one on, epoch by epoch."""
+        for epoch, (begin, end) in enumerate(zip(self._begins, self._begins[1:], strict=False)):
+            if end > first:
+                yield epoch, range(max(begin, first), end)
 
     def __len__(self) -> int:
         """Optimizer steps of all epochs."""
@@ -253,8 +306,8 @@ class Plan:
         """The optimizer step with this number, counted over all epochs from 0."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of a plan of {len(self)}")
-        epoch = bisect_right(self._begins, step) - 1
-        packs = self.epoch(epoch)[step - self._begins[epoch]]
+        epoch, within = self.locate(step)
+        packs = self.epoch(epoch)[within]
         everything = [document for pack in packs for document in pack]
         return StepPlan(
             [

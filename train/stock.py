@@ -7,7 +7,6 @@ cut here. The counts of both rooms are told in one line at the start and kept wi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,12 @@ import numpy as np
 import torch
 
 from featurize.store import FeatureStore
-from featurize.tokenised import Document
+from featurize.tokenised import Document, held_out
 from models.errors import Refused
 from train.plan import Corpus
 
 DOCUMENTS_AT_ONCE = 4096
 """Documents whose tokens are counted in one go."""
-
-
-def held_out(document_id: str, share: float) -> bool:
-    """Whether a document belongs to the validation set: decided by its id alone, whatever else there is."""
-    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:4], "big") < share * 2**32
 
 
 def divide(documents: Sequence[Document], corpus: Corpus, validation_share: float) -> tuple[list[int], list[int]]:

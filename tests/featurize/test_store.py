@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import featurize.verify
 from conf import load
 from featurize.__main__ import work
 from featurize.claims import Claims
-from featurize.store import FeatureStore
+from featurize.store import FeatureStore, shard_key
 from featurize.verify import verify
+from models.artefact import file_sha256, write_tensors
 from models.errors import Refused
 from models.target import Target, describe_target
 
@@ -154,6 +157,25 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def put_other(directory: Path, name: str, key: str, change_tokens: int = 0) -> None:
+    """A shard that is sound in itself, and listed as if it were ours."""
+    path = directory / name
+    tensors = load_file(path)
+    write_tensors(path, tensors | {"tokens": tensors["tokens"] + change_tokens}, {"key": key})
+
+    def enlist(manifest: dict[str, Any]) -> None:
+        for entry in manifest["files"]:
+            if entry["file"] == name:
+                manifest["totals"]["bytes"] += path.stat().st_size - entry["size"]
+                entry.update(size=path.stat().st_size, sha256=file_sha256(path))
+
+    change(directory, enlist)
+
+
 def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((directory / "manifest.json").read_bytes())
     edit(manifest)
@@ -165,11 +187,27 @@ def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     [
         (lambda d: flip(d / "shards/00007.safetensors"), "00007.safetensors is damaged"),
         (lambda d: flip(d / "tokenised.json"), "tokenised.json is"),
+        (lambda d: tear(d / "shards/00005.safetensors"), r"00005.safetensors is torn \(\d+ of \d+ bytes\)"),
         (lambda d: (d / "shards/00003.safetensors").unlink(), "00003.safetensors is missing"),
+        (
+            lambda d: put_other(d, "shards/00004.safetensors", "another"),
+            "00004.safetensors is a shard of other features",
+        ),
+        (
+            lambda d: shutil.copy(d / "shards/00001.safetensors", d / "shards/00099.safetensors"),
+            "00099.safetensors is none of the shards of",
+        ),
         (lambda d: change(d, lambda m: m["totals"].update(tokens=5)), "says 5 tokens, its documents have"),
         (lambda d: change(d, lambda m: m["totals"].update(bytes=5)), "says 5 bytes"),
         (lambda d: change(d, lambda m: m["files"].pop(2)), r"says \d+ bytes, its files have \d+"),
-        (lambda d: change(d, lambda m: m["files"][2].update(last=m["files"][2]["last"] + 1)), "holds other tokens"),
+        (
+            lambda d: put_other(d, "shards/00006.safetensors", shard_key(d / "shards/00006.safetensors"), 1),
+            "00006.safetensors holds other tokens",
+        ),
+        (
+            lambda d: change(d, lambda m: m["files"][2].update(last=m["files"][2]["last"] + 1)),
+            "00002.safetensors is a shard of other features",
+        ),
         (lambda d: change(d, lambda m: m["files"][2].update(first=0)), "begins with document 0"),
     ],
 )

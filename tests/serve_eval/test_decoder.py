@@ -83,7 +83,7 @@ def test_greedy_chains_return_the_targets_own_tokens(method: str, batch: int) ->
             assert [answer.ids for answer in answers] == by_hand()[first : first + batch], f"k = {k}"
             assert all(len(answer.entropies) == NEW for answer in answers)
         most = max([most, *(n for answer in answers for n in answer.accepted if n is not None)])
-    assert batch == 1 or most >= 2
+    assert batch == 1 or most >= (1 if method == "no fc" else 2), "chance is kinder to the others"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
