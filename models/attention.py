@@ -7,7 +7,7 @@ backward; only the output and its log-sum-exp are kept, and the scores are compu
 in FlashAttention (arXiv 2205.14135). `attend_oracle` is the same written as one dense masked softmax.
 
 Legend: R rows, T positions of a pack, S own steps, N heads, G key-value heads, M = N / G, E head size,
-B rows of a block, L keys of a block, X = B * M.
+Ev size of a value, B rows of a block, L keys of a block, X = B * M.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class _Attend(torch.autograd.Function):
         own_k_GRSE, own_v_GRSE = (
             each.to(compute).permute(2, 0, 1, 3).contiguous() for each in (own_k_RSGE, own_v_RSGE)
         )
-        out_GRME, lse_GRM = torch.empty_like(q_GRME), q_GRME.new_empty(q_GRME.shape[:-1])
+        lse_GRM = q_GRME.new_empty(q_GRME.shape[:-1])
+        out_GRME = q_GRME.new_empty(*lse_GRM.shape, v_GTE.shape[-1])
         for block in blocks:
             _, scores_GXL = _Attend._prefix_scores(block, q_GRME, k_GTE, rows_R)
             most_GX1 = scores_GXL.amax(-1, keepdim=True)
@@ -141,18 +142,23 @@ def attend(
     own_v_RSGE: torch.Tensor,
     rows_R: torch.Tensor,
     starts_R: torch.Tensor,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention output [R, N, E] of rows over step-0 keys <= their position and all their own keys.
+    """Attention output [R, N, Ev] of rows over step-0 keys <= their position and all their own keys.
 
     The one place where the device decides: FlexAttention on a GPU, the blocks above elsewhere.
 
     Args:
         q_RNE, k_TGE, v_TGE: queries of the rows, step-0 keys and values of the pack; any float dtype,
-            scores and softmax in at least float32.
+            scores and softmax in at least float32. Values may be of another size Ev than keys.
         own_k_RSGE, own_v_RSGE: keys and values of the rows' own steps 1 .. S (S may be 0).
         rows_R: int64 pack positions of the rows, ascending.
         starts_R: where their documents begin.
+        scale: of the scores; None is E ** -0.5.
     """
+    if scale is not None:
+        q_RNE = q_RNE * (scale * q_RNE.shape[-1] ** 0.5)
     with torch.autocast(q_RNE.device.type, enabled=False):  # it would make scores bf16 again, in forward only
         if q_RNE.is_cuda:
             return flex.attend(q_RNE, k_TGE, v_TGE, own_k_RSGE, own_v_RSGE, rows_R, starts_R)
@@ -168,6 +174,8 @@ def attend_oracle(
     own_v_RSGE: torch.Tensor,
     rows_R: torch.Tensor,
     starts_R: torch.Tensor,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """The same as `attend`, dense: one [R, N, T + S] softmax. For tests."""
     repeat = q_RNE.shape[1] // k_TGE.shape[1]
@@ -176,7 +184,7 @@ def attend_oracle(
     keys_T = torch.arange(k_TGE.shape[0], device=rows_R.device)
     visible_RT = (keys_T <= rows_R[:, None]) & (keys_T >= starts_R[:, None])
     prefix = torch.einsum("rne,tne->rnt", q_RNE, k).masked_fill(~visible_RT[:, None], float("-inf"))
-    scores = torch.cat((prefix, torch.einsum("rne,rsne->rns", q_RNE, own_k)), -1) * q_RNE.shape[-1] ** -0.5
-    p = scores.softmax(-1)
+    scores = torch.cat((prefix, torch.einsum("rne,rsne->rns", q_RNE, own_k)), -1)
+    p = (scores * (q_RNE.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
     split = k_TGE.shape[0]
     return torch.einsum("rnt,tne->rne", p[..., :split], v) + torch.einsum("rns,rsne->rne", p[..., split:], own_v)

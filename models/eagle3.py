@@ -15,30 +15,25 @@ heads, E head size, D draft vocabulary, S own steps so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from models.attention import attend, laid_out
 from models.config import DraftConfig
 from models.errors import Refused
 from models.planes import FINAL
 from models.rope import Rope, rotate, standardised
 from models.target import Target
+from models.unroll import KeyValue, RowAttention, Step, unroll
 
 SELF_SCORE = 8.0
 """Attention score of a row with itself at the start: e**8 outweighs a thousand positions of its past."""
 
 MLP_SHARE = 0.4
 """About twice the RMS, at most, of what the MLP adds to a feature of RMS 1 at the start, however wide it is."""
-
-
-POSITIONS, ROWS = 4096, 16384
-"""Positions of step 0, and rows of an unroll step, that are worked on at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,19 +184,6 @@ class Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-@dataclass(frozen=True)
-class Step:
-    """One unroll step: the rows it supervises, and what the head makes of them.
-
-    Attributes:
-        rows_R: pack positions, int64, ascending.
-        hidden_RH: post-norm outputs; `lm_head` of them are the draft logits.
-    """
-
-    rows_R: torch.Tensor
-    hidden_RH: torch.Tensor
-
-
 class Eagle3Head(nn.Module):
     """The trainable module. `ids_D` are the target ids of the draft vocabulary (all ids when it is full)."""
 
@@ -257,6 +239,27 @@ class Eagle3Head(nn.Module):
         """What the next step takes as its feature, from this step's pre-norm output."""
         return self.norm(hidden_RH) if self.config.norm_output else hidden_RH
 
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [..., 1, E] of positions [...]."""
+        cos, sin = self.rope.table(positions.flatten(), dtype)
+        return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
+
+    def key_value(self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor) -> KeyValue:
+        """See `Drafting`."""
+        wide = self.midlayer.wide(embedded, feature)
+        return self.midlayer.self_attn.key_value(wide, self.rotation(positions, wide.dtype))
+
+    def advance(
+        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, attention: RowAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Drafting`."""
+        layer = self.midlayer
+        wide = layer.wide(embedded, feature)
+        rope = self.rotation(positions, wide.dtype)
+        key, value = layer.self_attn.key_value(wide, rope)
+        output = layer.finish(feature, attention(layer.self_attn.query(wide, rope), key, value))
+        return self.feedback(output), self.norm(output)
+
     def unroll(
         self,
         tokens_T: torch.Tensor,
@@ -265,88 +268,8 @@ class Eagle3Head(nn.Module):
         rows: Sequence[torch.Tensor],
         embedding_VH: torch.Tensor,
     ) -> list[Step]:
-        """Draft a step for each of `rows` that is not empty, with the true tokens fed in (training-time test).
-
-        Step 0 computes keys and values for every position of the pack and all else only for its rows;
-        rows of step k + 1 must be a subset of those of step k (design, definitions 2 to 5).
-
-        Args:
-            tokens_T: int64 token ids of the pack, documents end to end.
-            aux_TAP: the planes that the head reads, cast to the parameters' or the autocast dtype.
-            starts_T: for each position where its document begins; positions restart there.
-            rows: per step int64 pack positions, ascending.
-            embedding_VH: the target's frozen embedding.
-        """
-        rows = [rows_R for rows_R in rows if rows_R.numel()]
-        if not rows:
-            return []
-        following_T = tokens_T.roll(-1)  # a document's last position sees a stranger; no row attends to it
-        places_T = torch.arange(tokens_T.numel(), device=tokens_T.device) - starts_T
-        feature_TH, *prefix = _in_chunks(POSITIONS, self._prefix, (embedding_VH,), (following_T, aux_TAP, places_T))
-        shared = [laid_out(each) for each in prefix]
-        rows_R, feature_RH = rows[0], feature_TH[rows[0]]
-        own_k, own_v = (each.new_empty(rows_R.numel(), 0, *each.shape[1:]) for each in prefix)
-        steps = []
-        for step, now_R in enumerate(rows):
-            if now_R.numel() != rows_R.numel():
-                kept = torch.searchsorted(rows_R, now_R)
-                rows_R, feature_RH, own_k, own_v = now_R, feature_RH[kept], own_k[kept], own_v[kept]
-            each_row = (rows_R, starts_T[rows_R], tokens_T[rows_R + 1 + step], feature_RH, own_k, own_v)
-            feature_RH, hidden_RH, own_k, own_v = _in_chunks(ROWS, self._step, (step, embedding_VH, *shared), each_row)
-            steps.append(Step(rows_R, hidden_RH))
-        return steps
-
-    def _prefix(
-        self, embedding_VH: torch.Tensor, following_T: torch.Tensor, aux_TAP: torch.Tensor, places_T: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Features [T, H], step-0 keys and values [T, G, E] of some positions, `places_T` within their documents."""
-        feature_TH = self.fuse(aux_TAP)
-        embedded_TH = nn.functional.embedding(following_T, embedding_VH).to(feature_TH.dtype)
-        wide_T = self.midlayer.wide(embedded_TH, feature_TH)
-        return feature_TH, *self.midlayer.self_attn.key_value(wide_T, self.rope.table(places_T, wide_T.dtype))
-
-    def _step(
-        self,
-        step: int,
-        embedding_VH: torch.Tensor,
-        k_TGE: torch.Tensor,
-        v_TGE: torch.Tensor,
-        rows_R: torch.Tensor,
-        starts_R: torch.Tensor,
-        fed_R: torch.Tensor,
-        feature_RH: torch.Tensor,
-        own_k: torch.Tensor,
-        own_v: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Some rows at a step: their next features, post-norm outputs [R, H], and own keys and values so far."""
-        layer = self.midlayer
-        wide_R = layer.wide(nn.functional.embedding(fed_R, embedding_VH).to(feature_RH.dtype), feature_RH)
-        rope = self.rope.table(rows_R - starts_R + step, wide_R.dtype)
-        if step > 0:  # at step 0 they are among those of all positions
-            key, value = layer.self_attn.key_value(wide_R, rope)
-            own_k, own_v = torch.cat((own_k, key[:, None]), 1), torch.cat((own_v, value[:, None]), 1)
-        query = layer.self_attn.query(wide_R, rope)
-        attended = attend(query, k_TGE, v_TGE, own_k, own_v, rows_R, starts_R)
-        output_RH = layer.finish(feature_RH, attended)
-        return self.feedback(output_RH), self.norm(output_RH), own_k, own_v
-
-
-def _in_chunks(
-    most: int,
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    shared: tuple[Any, ...],
-    each_row: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, ...]:
-    """`function(*shared, *each_row)`, whose rows do not depend on one another, at most so many rows at a time.
-
-    One chunk is stored for backward as usual. Of several, each is computed again when backward comes to it, so
-    that a pack far longer than usual takes more time instead of memory that is not there.
-    """
-    chunks = list(zip(*(tensor.split(most) for tensor in each_row), strict=True))
-    if len(chunks) == 1:
-        return function(*shared, *each_row)
-    done = [checkpoint(function, *shared, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
+        """See `models.unroll.unroll`; the planes are those that the head reads."""
+        return unroll(self, tokens_T, aux_TAP, starts_T, rows, embedding_VH)
 
 
 def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> None:

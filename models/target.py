@@ -8,7 +8,7 @@ that hold them: one file or an index, tied or untied, plain or nested in a visio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,6 +134,11 @@ class Target:
             raise Refused(f"{directory} has neither model.safetensors nor an index of shards")
         with self._open(single) as handle:
             return dict.fromkeys(handle.keys(), single)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors in its files, those that transformers leaves aside among them."""
+        return self._files.keys()
 
     @staticmethod
     def _open(path: Path) -> Any:

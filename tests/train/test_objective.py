@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import eagle3
+from models import unroll
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
 from models.rope import rotate
@@ -192,8 +192,8 @@ def test_what_is_computed_in_chunks_and_again_in_backward_gives_the_same_loss_an
     counts = [float(row_count(pack.spans, k)) for k in range(4)]
     results = []
     for chunk in (100, 3):
-        monkeypatch.setattr(eagle3, "POSITIONS", chunk)
-        monkeypatch.setattr(eagle3, "ROWS", chunk)
+        monkeypatch.setattr(unroll, "POSITIONS", chunk)
+        monkeypatch.setattr(unroll, "ROWS", chunk)
         loss = objective(pack, counts, seed=0).loss
         results.append([loss, *torch.autograd.grad(loss, list(objective.head.parameters()))])
     for a, b in zip(*results, strict=True):
