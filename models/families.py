@@ -82,6 +82,10 @@ class Family:
         """Index of the first module over a target of so many layers."""
         return layers if self.appended else 0
 
+    def prefix_over(self, layers: int) -> str:
+        """Prefix of the first module's tensors."""
+        return self.prefix.format(index=self.first(layers))
+
     def owns(self, name: str, layers: int) -> bool:
         """Whether a tensor of a checkpoint belongs to a module of this family, the first or another."""
         stem, counted, _ = self.prefix.partition("{index}")
@@ -92,7 +96,7 @@ class Family:
 
     def stored(self, tensors: Mapping[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
         """The tensors of an `MtpHead` as views, under the names that a checkpoint has for its first module."""
-        prefix = self.prefix.format(index=self.first(layers))
+        prefix = self.prefix_over(layers)
         named: dict[str, torch.Tensor] = {}
         for own, tensor in tensors.items():
             part, _, rest = own.partition(".")
@@ -168,7 +172,7 @@ def family_of(target: Target) -> str:
     name = target.config.model_type.removesuffix("_text")
     name = name if name in FAMILIES else "mimo"
     family = FAMILIES[name]
-    if not any(family.owns(each, target.num_layers) for each in target.names):
+    if not any(family.owns(each, target.num_layers) for each in target.files):
         raise Refused(
             f"{target.path} (model type {target.config.model_type}) holds no MTP module of a family that is known "
             f"({', '.join(FAMILIES)}); draft.algorithm=mtp trains a new one"

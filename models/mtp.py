@@ -13,6 +13,7 @@ Legend: T positions of a pack, R rows, H hidden, A = 1 plane, V vocabulary, N he
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -64,6 +65,17 @@ def _handed_out(
 
 
 AttentionInterface.register(HANDED_OUT, _handed_out)
+
+
+@functools.cache
+def _precise(router: type[nn.Module]) -> type[nn.Module]:
+    """A router that computes in the precision of its weights: autocast would send near-ties to other experts."""
+
+    def forward(self: nn.Module, hidden: torch.Tensor) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return router.forward(self, hidden.to(self.get_parameter("weight").dtype))
+
+    return type(router.__name__, (router,), {"forward": forward})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +169,16 @@ class MtpHead(nn.Module):
         self.embedding_norm, self.hidden_norm = classes.norm(hidden, eps), classes.norm(hidden, eps)
         self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = classes.layer(block, self.family.first(block.num_hidden_layers))
+        for module in self.layer.modules():
+            if type(module).__name__.endswith("Router"):
+                module.__class__ = _precise(module.__class__)
         self.final_norm = classes.norm(hidden, eps)
         self.rotary = classes.rotary(block)
         self.register_buffer("ids_D", torch.arange(config.vocab_size), persistent=False)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Its tensors as views, under the names that the family's checkpoints have for them."""
+        return self.family.stored(self.state_dict(), self.config.block["num_hidden_layers"])
 
     def compile_parts(self) -> None:
         """Fuse what is elementwise and reads memory more often than it computes, as in `Eagle3Head`."""

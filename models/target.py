@@ -8,7 +8,7 @@ that hold them: one file or an index, tied or untied, plain or nested in a visio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,7 +124,8 @@ class Target:
         return fingerprint(values | {"tied": self.tied})
 
     @cached_property
-    def _files(self) -> dict[str, Path]:
+    def files(self) -> dict[str, Path]:
+        """The file of every tensor, of those that transformers leaves aside too."""
         directory = Path(self.path)
         index = directory / "model.safetensors.index.json"
         if index.exists():
@@ -135,11 +136,6 @@ class Target:
         with self._open(single) as handle:
             return dict.fromkeys(handle.keys(), single)
 
-    @property
-    def names(self) -> Collection[str]:
-        """Names of all tensors in its files, those that transformers leaves aside among them."""
-        return self._files.keys()
-
     @staticmethod
     def _open(path: Path) -> Any:
         try:
@@ -149,13 +145,13 @@ class Target:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor by its full name, in the dtype of the file."""
-        with self._open(self._files[name]) as handle:
+        with self._open(self.files[name]) as handle:
             return handle.get_tensor(name)
 
     def _text_names(self, ending: str) -> list[str]:
         """Tensors with this ending that belong to the language model itself, not to another module beside it."""
         others = ("mtp", "visual", "vision", ".layers.")
-        return [name for name in self._files if name.endswith(ending) and not any(other in name for other in others)]
+        return [name for name in self.files if name.endswith(ending) and not any(other in name for other in others)]
 
     @cached_property
     def _embedding_name(self) -> str:
@@ -186,7 +182,7 @@ class Target:
     def load_final_norm(self) -> torch.Tensor:
         """What the norm before the output head multiplies by, [H]."""
         name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
-        if name not in self._files:
+        if name not in self.files:
             raise Refused(f"{self.path} has no {name}")
         weight = self.read(name)
         return weight + 1 if self.config.model_type in CENTRED_AT_ONE else weight
@@ -195,7 +191,7 @@ class Target:
     def weights_hash(self) -> str:
         """Fingerprint of the first row of every tensor: tells fine-tunes apart, merged adapters among them."""
         by_file: dict[Path, list[str]] = {}
-        for name, path in self._files.items():
+        for name, path in self.files.items():
             by_file.setdefault(path, []).append(name)
         digest = hashlib.sha256()
         for path, names in sorted(by_file.items()):

@@ -7,7 +7,7 @@ without drafts would have them. Rotary embeddings follow the position, so that t
 a request's end is never visible and is overwritten by the next round.
 
 Legend: B requests, Q new tokens per request, M nodes of a tree (its root included), C cache capacity, G key-value
-heads, E head size, H hidden, A aux planes, V vocabulary.
+heads, E head size, Ev size of a value, H hidden, A aux planes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Places:
 
 
 class RaggedCache:
-    """Keys and values [B, G, C, E] per layer, written at each request's own slots.
+    """Keys [B, G, C, E] and values [B, G, C, Ev] per layer, written at each request's own slots.
 
     It stands in for transformers' Cache: attention layers call `update`, nothing else is used because the
     mask is given ready-made.
@@ -95,11 +95,11 @@ class RaggedCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [B, G, Q, E] and return all up to the extent."""
-        batch, groups, _queries, size = key.shape
+        """Store keys [B, G, Q, E] and values [B, G, Q, Ev] and return all up to the extent."""
+        batch, groups = key.shape[:2]
         held = self.layers.get(layer_idx)
         if held is None or held[0].shape[2] < self.extent:
-            grown = [part.new_zeros(batch, groups, self.extent + 64, size) for part in (key, value)]
+            grown = [part.new_zeros(batch, groups, self.extent + 64, part.shape[-1]) for part in (key, value)]
             if held is not None:
                 for new, old in zip(grown, held, strict=True):
                     new[:, :, : old.shape[2]] = old

@@ -1,4 +1,4 @@
-"""What drafts: an EAGLE-3 head, a small language model, or the text itself (prompt lookup).
+"""What drafts: an EAGLE-3 or MTP head, a small language model, or the text itself (prompt lookup).
 
 A drafter is given what the target has verified since the last time and returns a draft. A head and a model go
 through a shape (trees.py), so each only says how it takes in verified tokens and how it reads drafted ones; both
@@ -18,6 +18,7 @@ from torch import nn
 
 from models.eagle3 import Eagle3Head
 from models.errors import Refused
+from models.mtp import MtpHead
 from serve_eval.cache import CachedModel, Places, RaggedCache
 from serve_eval.config import DraftingConfig
 from serve_eval.trees import DynamicTree, Shape, StaticTree, Stepper, Verified
@@ -36,52 +37,52 @@ class Drafter(Protocol):
         """Drop all requests but these."""
 
 
-class Eagle3Stepper:
-    """An EAGLE-3 head with a ragged cache. Row t lies at slot t; the last verified row is the root's."""
+class HeadStepper:
+    """A draft head with a ragged cache. Row t lies at slot t; the last verified row is the root's."""
 
-    def __init__(self, head: Eagle3Head, embedding_VH: torch.Tensor) -> None:
+    def __init__(self, head: Eagle3Head | MtpHead, embedding_VH: torch.Tensor, lm_head_VH: torch.Tensor) -> None:
         self.head, self.embedding_VH, self.cache = head, embedding_VH, RaggedCache()
+        self.draft_DH = lm_head_VH if head.lm_head is None else head.lm_head.weight
         self.ids_D, self.aux_layers = head.ids_D, head.config.planes
         self.root_B = self.parents_BM = torch.empty(0, dtype=torch.int64)
-        self.hidden_BMH = torch.empty(0)
+        self.fed_BMH = torch.empty(0)
 
-    def _advance(self, ids_BQ: torch.Tensor, feature_BQH: torch.Tensor, places: Places) -> torch.Tensor:
-        """Pre-norm outputs [B, Q, H] of rows at these places."""
-        layer, mask, positions_BQ = self.head.midlayer, self.cache.place(places), places.positions_BQ
-        wide = layer.wide(nn.functional.embedding(ids_BQ, self.embedding_VH), feature_BQH)
-        cos, sin = self.head.rope.table(positions_BQ.flatten(), wide.dtype)
-        rope = (cos.unflatten(0, positions_BQ.shape), sin.unflatten(0, positions_BQ.shape))
-        key, value = layer.self_attn.key_value(wide, rope)
-        query = layer.self_attn.query(wide, rope)
-        keys, values = self.cache.update(key.transpose(1, 2), value.transpose(1, 2), 0)
-        attended = nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
-        )
-        return layer.finish(feature_BQH, attended.transpose(1, 2))
+    def _advance(
+        self, ids_BQ: torch.Tensor, feature_BQH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows at these places: what is fed to their children, and what the output head reads, [B, Q, H] both."""
+        mask = self.cache.place(places)
 
-    def _scores(self, hidden_BQH: torch.Tensor) -> torch.Tensor:
-        return self.head.lm_head(self.head.norm(hidden_BQH))
+        def attention(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+        ) -> torch.Tensor:
+            keys, values = self.cache.update(key.transpose(1, 2), value.transpose(1, 2), 0)
+            return nn.functional.scaled_dot_product_attention(
+                query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            ).transpose(1, 2)
+
+        embedded_BQH = nn.functional.embedding(ids_BQ, self.embedding_VH)
+        return self.head.advance(embedded_BQH, feature_BQH, places.positions_BQ, attention)
 
     def absorb(self, verified: Verified) -> torch.Tensor:
         """See `Stepper`: row t is token t + 1 and the target's planes of t."""
         ids_BQ = verified.following_BQ
         feature = self.head.fuse(verified.aux_BQAH.flatten(0, 1)).unflatten(0, ids_BQ.shape)
-        hidden_BQH = self._advance(ids_BQ, feature, Places.line(verified.positions_BQ))
+        fed_BQH, hidden_BQH = self._advance(ids_BQ, feature, Places.line(verified.positions_BQ))
         rows_B = torch.arange(len(ids_BQ), device=ids_BQ.device)
-        self.hidden_BMH = hidden_BQH[rows_B, verified.last_B][:, None]
+        self.fed_BMH = fed_BQH[rows_B, verified.last_B][:, None]
         self.root_B = verified.root_B - 1
         self.parents_BM = torch.full_like(ids_BQ[:, :1], -1)
-        return self._scores(self.hidden_BMH)[:, 0]
+        return nn.functional.linear(hidden_BQH[rows_B, verified.last_B], self.draft_DH)
 
     def extend(self, tokens_BQ: torch.Tensor, parents_BQ: torch.Tensor) -> torch.Tensor:
         """See `Stepper`: a drafted row is fed its parent's output."""
-        of_BQH = parents_BQ[:, :, None].expand(-1, -1, self.hidden_BMH.shape[2])
-        feature = self.head.feedback(self.hidden_BMH.gather(1, of_BQH))
+        of_BQH = parents_BQ[:, :, None].expand(-1, -1, self.fed_BMH.shape[2])
         self.parents_BM = torch.cat((self.parents_BM, parents_BQ), 1)
         places = Places.branches(self.root_B, self.parents_BM, tokens_BQ.shape[1])
-        hidden_BQH = self._advance(tokens_BQ, feature, places)
-        self.hidden_BMH = torch.cat((self.hidden_BMH, hidden_BQH), 1)
-        return self._scores(hidden_BQH)
+        fed_BQH, hidden_BQH = self._advance(tokens_BQ, self.fed_BMH.gather(1, of_BQH), places)
+        self.fed_BMH = torch.cat((self.fed_BMH, fed_BQH), 1)
+        return nn.functional.linear(hidden_BQH, self.draft_DH)
 
     def keep(self, rows: torch.Tensor) -> None:
         """See `Stepper`."""
@@ -213,6 +214,6 @@ def make_drafter(
         stepper = ModelStepper(draft_model, model.get_output_embeddings().weight.shape[0])
     else:
         assert head is not None
-        stepper = Eagle3Stepper(head, model.get_input_embeddings().weight)
+        stepper = HeadStepper(head, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     drawn = settings.draft_sample_method == "probabilistic"
     return TreeDrafter(stepper, shape_of(settings, k), sampling_of(settings) if drawn else None)

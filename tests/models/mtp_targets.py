@@ -5,12 +5,14 @@ The facts are written down a second time here, from the engines' contract and no
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from models.config import TargetConfig
 from models.families import dense_block, native_block
@@ -161,3 +163,83 @@ def config_for(family: str, directory: Path) -> MtpConfig:
     target = described(directory)
     block = dense_block(target) if family == "mimo" else native_block(target)
     return MtpConfig(family=family, native=family != "mimo", block=block)
+
+
+def native_names(family: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the module's tensors in a checkpoint (engine contract, section 4.2), without copies."""
+    mlp = {"gate": (40, 32), "up": (40, 32), "down": (32, 40)}
+    expert = {"gate": (12, 32), "up": (12, 32), "down": (32, 12)}
+    attention = {
+        "mimo": {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)},
+        "glm4_moe": {"q": (48, 32), "k": (24, 32), "v": (24, 32), "o": (32, 48)},
+        "deepseek_v3": {"q_a": (12, 32), "q_b": (48, 12), "kv_b": (56, 16), "o": (32, 24)},
+    }.get(family, {"q": (128, 32), "k": (32, 32), "v": (32, 32), "o": (32, 64)})
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    layer |= {"input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,)}
+    if family in ("mimo", "glm4_moe"):
+        layer |= {f"self_attn.{name}_proj.bias": attention[name][:1] for name in "qkv"}
+    if family == "deepseek_v3":
+        layer |= {"self_attn.kv_a_proj_with_mqa.weight": (20, 32)}
+        layer |= {"self_attn.q_a_layernorm.weight": (12,), "self_attn.kv_a_layernorm.weight": (16,)}
+    elif family != "mimo":
+        size = 12 if family == "glm4_moe" else 16
+        layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+    if family in ("mimo", "qwen3_5"):
+        layer |= {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+    else:
+        shared = "shared_expert" if family == "qwen3_next" else "shared_experts"
+        for one in ("experts.0", "experts.1", "experts.2", "experts.3", shared):
+            layer |= {f"mlp.{one}.{name}_proj.weight": shape for name, shape in expert.items()}
+        layer["mlp.gate.weight"] = (4, 32)
+        if family == "qwen3_next":
+            layer["mlp.shared_expert_gate.weight"] = (1, 32)
+        else:
+            layer["mlp.gate.e_score_correction_bias"] = (4,)
+    if family == "mimo":
+        norms = "token_layernorm", "hidden_layernorm", "final_layernorm"
+        return _prefixed("model.mtp_layers.0.", layer, norms, "input_proj")
+    if family in ("deepseek_v3", "glm4_moe"):
+        return _prefixed("model.layers.2.", layer, ("enorm", "hnorm", "shared_head.norm"), "eh_proj")
+    layer = {f"layers.0.{name}": shape for name, shape in layer.items()}
+    return _prefixed("mtp.", layer, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc")
+
+
+def _prefixed(prefix: str, layer: dict, norms: tuple[str, ...], projection: str) -> dict[str, tuple[int, ...]]:
+    own = {f"{name}.weight": (32,) for name in norms} | {f"{projection}.weight": (32, 64)}
+    return {prefix + name: shape for name, shape in (own | layer).items()}
+
+
+def save_native(
+    family: str, directory: Path, *, sharded: bool = False, layer_of_target: bool = False, **changes: Any
+) -> Path:
+    """Write a target with a random MTP module in its files, in bf16 but for the routers' biases.
+
+    Args:
+        sharded: in two shards, the module in the second with some of the target.
+        layer_of_target: the module's layer is the target's last one.
+    """
+    save_plain(family, directory, **changes)
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    prefix = "mtp.layers.0." if family.startswith("qwen") else "model.layers.2."
+    for name, shape in native_names(family).items():
+        dtype = torch.float32 if "e_score" in name else torch.bfloat16
+        tensors[name] = (0.3 * torch.randn(shape, generator=generator)).to(dtype)
+        twin = name.replace(prefix, "model.layers.1.")
+        if layer_of_target and twin in tensors:
+            tensors[name] = tensors[twin].clone()
+    if family in ("deepseek_v3", "glm4_moe"):
+        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if not sharded:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
+    (directory / "model.safetensors").unlink()
+    first = {name for name in tensors if name.startswith("model.layers.0.")}
+    index: dict[str, Any] = {"metadata": {"total_size": 1}, "weight_map": {}}
+    for number, names in enumerate((first, tensors.keys() - first), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, directory / file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(sorted(names), file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory

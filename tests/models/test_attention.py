@@ -35,6 +35,21 @@ def test_equals_the_dense_oracle_in_fp64(own_steps, heads, groups, size, monkeyp
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 
+def test_values_of_another_size_and_a_scale_of_ones_own(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_ROWS", 3)
+    torch.manual_seed(0)
+    starts_T = torch.tensor([0] * 9 + [9] * 6)
+    rows_R = torch.tensor([1, 2, 5, 8, 10, 14])
+    shapes = (6, 4, 12), (15, 2, 12), (15, 2, 7), (6, 2, 2, 12), (6, 2, 2, 7)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    fast, slow = (each(*(*inputs, rows_R, starts_T[rows_R]), scale=0.7) for each in (attend, attend_oracle))
+    assert fast.shape == (6, 4, 7)
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(slow)
+    for got, wanted in zip(*(torch.autograd.grad(each, inputs, weight) for each in (fast, slow)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+
+
 def test_blocks_stay_within_documents_and_see_no_key_after_their_last_row():
     starts_T = torch.tensor([0] * 5 + [5] * 4)
     rows_R = torch.tensor([1, 3, 5, 7])

@@ -67,6 +67,14 @@ def test_equals_the_dense_oracle_in_fp64(on_cpu, own, heads, groups, size):
         assert_equal_to_oracle(inputs, rows_R, starts_T[rows_R], 1e-11)
 
 
+def test_values_may_be_of_another_size_than_keys(on_cpu):
+    torch.manual_seed(0)
+    starts_T, rows_R = starts_of([150, 90]), torch.arange(10, 240, 3)
+    shapes = (len(rows_R), 4, 48), (240, 2, 48), (240, 2, 32), (len(rows_R), 3, 2, 48), (len(rows_R), 3, 2, 32)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert_equal_to_oracle(inputs, rows_R, starts_T[rows_R], 1e-11)
+
+
 def listed(count: Any, order: Any, columns: int) -> torch.Tensor:
     """The boolean matrix that one pair of a BlockMask's tensors stands for; its indices must ascend.
 

@@ -169,6 +169,32 @@ def test_a_row_does_not_depend_on_which_other_rows_are_drafted_or_on_chunks(fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast_attention_sees_one_dtype_and_routers_see_full_precision(family, configured, monkeypatch):
+    head = random_head(configured(family))
+    tokens_T, planes_T1H, embedding_VH = inputs(torch.float32)
+    wanted = head.unroll(tokens_T, planes_T1H, STARTS_T, rows_of(ROWS), embedding_VH)
+    seen: list[Any] = []
+
+    def attend(*arguments: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend(each.dtype for each in arguments[:5])
+        return attention.attend(*arguments, **options)
+
+    monkeypatch.setattr(unroll, "attend", attend)
+    monkeypatch.setattr(unroll, "laid_out", lambda keys: keys)
+    routers = [module for module in head.modules() if type(module).__name__.endswith("Router")]
+    for router in routers:
+        router.register_forward_hook(lambda _module, _inputs, outputs: seen.append(("router", outputs[0].dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        steps = head.unroll(tokens_T, planes_T1H.bfloat16(), STARTS_T, rows_of(ROWS), embedding_VH)
+    assert len(routers) == (0 if family in ("mimo", "qwen3_5") else 1)
+    assert set(seen) == {torch.bfloat16} | {("router", torch.float32) for _ in routers}
+    gradients = torch.autograd.grad(torch.cat([step.hidden_RH for step in steps]).sum(), list(head.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    if not routers:  # experts may change by rounding alone
+        torch.testing.assert_close(steps[0].hidden_RH.float(), wanted[0].hidden_RH, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_configuration_survives_json_and_gives_the_same_head(family, configured):
     config = configured(family)
     again = MtpConfig.from_dict(json.loads(json.dumps(config.to_dict())))

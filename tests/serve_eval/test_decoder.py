@@ -19,7 +19,7 @@ from models.target import aux_layers, describe_target
 from serve_eval.cache import CachedModel, Places, RaggedCache
 from serve_eval.config import DraftingConfig
 from serve_eval.decoder import Answer, decode, measure_costs
-from serve_eval.drafters import Eagle3Stepper, TreeDrafter, looked_up, make_drafter
+from serve_eval.drafters import HeadStepper, TreeDrafter, looked_up, make_drafter
 from serve_eval.prompts import Prompt
 from serve_eval.trees import StaticTree, Verified
 from serve_eval.verification import Draft
@@ -207,7 +207,7 @@ def test_drafts_are_those_of_the_trainers_unroll(parts, changes):
     length, k = 9, 5
     tokens = torch.randint(3, 300, (length + 1,))
     aux = torch.randn(1, length, len(config.planes), 64)
-    runner = TreeDrafter(Eagle3Stepper(head, objective.embedding_VH), StaticTree.chain(k))
+    runner = TreeDrafter(HeadStepper(head, objective.embedding_VH, objective.teacher_VP), StaticTree.chain(k))
     told = Verified(tokens[None, :-1], tokens[None, 1:], torch.arange(length)[None], aux, torch.tensor([length - 1]))
     with torch.no_grad():
         drafts = runner.draft(told, torch.Generator()).tokens_BM[0, 1:]
@@ -253,7 +253,7 @@ def test_drafting_continues_from_the_cache_as_if_it_had_seen_everything_at_once(
 
     tree = StaticTree.of_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
     with torch.no_grad():
-        whole, pieces = (TreeDrafter(Eagle3Stepper(parts.head, embedding), tree) for _ in range(2))
+        whole, pieces = (TreeDrafter(HeadStepper(parts.head, embedding, embedding), tree) for _ in range(2))
         wanted = whole.draft(told(0, 11, 10), torch.Generator()).tokens_BM
         pieces.draft(told(0, 7, 6), torch.Generator())
         # Four rows are offered, two were verified; the rest is padding to be overwritten.

@@ -1,0 +1,171 @@
+"""A target's own MTP module: read by name, written back by name, and everything else of the target left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from models.config import DraftConfig
+from models.errors import Refused
+from models.mtp import MtpConfig
+from models.native import load_native, write_native
+from tests.models.mtp_targets import FAMILIES, described, save_native
+from tests.models.mtp_targets import native_names as names_of
+
+
+def load(directory: Path):
+    target = described(directory)
+    return target, load_native(target, MtpConfig.for_target(target, DraftConfig(), native=True))
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors that a reader of every shard of the index sees; none twice."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index.values())):
+        for name, tensor in load_file(directory / file).items():
+            assert name not in found and index[name] == file
+            found[name] = tensor
+    assert found.keys() == index.keys()
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_zero_step_fine_tune_writes_the_target_that_it_read(family, sharded, tmp_path):
+    source = save_native(family, tmp_path / "source", sharded=sharded)
+    before, whole = hashes(source), dict[str, torch.Tensor]()
+    for path in source.glob("*.safetensors"):
+        whole |= load_file(path)
+    target, head = load(source)
+    out = [tmp_path / "once", tmp_path / "twice"]
+    for directory in out:
+        directory.mkdir()
+        write_native(directory, head, target)
+    assert hashes(source) == before
+    assert hashes(out[0]) == hashes(out[1])
+    written = tensors_of(out[0])
+    assert written.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    assert load_file(out[0] / "model-mtp.safetensors").keys() == set(names_of(family))
+    assert hashes(out[0])["config.json"] == before["config.json"]
+    assert not (out[0] / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_of_the_module_is_where_it_belongs(family, tmp_path):
+    """Its layer's tensors are those of the target's last layer here: transformers says what they are."""
+    source = save_native(family, tmp_path / "source", layer_of_target=family != "mimo")
+    target, head = load(source)
+    stored = load_file(source / "model.safetensors")
+    norms = {
+        "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        "deepseek_v3": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    }.get(family, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
+    prefix = next(name for name in names_of(family) if name.endswith(norms[0] + ".weight"))
+    prefix = prefix.removesuffix(norms[0] + ".weight")
+    for part, name in zip(("embedding_norm", "hidden_norm", "input_proj", "final_norm"), norms, strict=True):
+        assert torch.equal(head.get_parameter(f"{part}.weight"), stored[f"{prefix}{name}.weight"].float()), name
+    own = head.layer.state_dict()
+    if family == "mimo":
+        wanted = {name: stored[prefix + name] for name in own}
+    else:
+        model = getattr(transformers, FAMILIES[family].model).from_pretrained(source, dtype=torch.float32)
+        wanted = model.model.layers[1].state_dict()
+    assert own.keys() == wanted.keys()
+    for name, tensor in own.items():
+        assert torch.equal(tensor, wanted[name].float()), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_values_come_back_rounded_to_the_dtype_of_the_source_and_nothing_else_changes(family, tmp_path):
+    source = save_native(family, tmp_path / "source")
+    target, head = load(source)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(1.01)
+    (tmp_path / "out").mkdir()
+    write_native(tmp_path / "out", head, target)
+    old, new = load_file(source / "model.safetensors"), tensors_of(tmp_path / "out")
+    for name, tensor in old.items():
+        trained = name in names_of(family) and "e_score_correction_bias" not in name  # routers' biases have no gradient
+        wanted = (tensor.float() * 1.01).to(tensor.dtype) if trained else tensor
+        assert new[name].dtype == tensor.dtype and torch.equal(new[name], wanted), name
+    again = load(tmp_path / "out")[1]  # and the copy is a target like any other
+    assert all(
+        torch.equal(a, b.to(torch.bfloat16).float()) for a, b in zip(again.parameters(), head.parameters(), strict=True)
+    )
+
+
+def test_the_shards_beside_it_are_links_and_what_may_be_edited_is_a_copy(tmp_path):
+    source = save_native("qwen3_5", tmp_path / "source", sharded=True)
+    (tmp_path / "out").mkdir()
+    target, head = load(source)
+    write_native(tmp_path / "out", head, target)
+    assert (tmp_path / "out" / "model-00001-of-00002.safetensors").samefile(source / "model-00001-of-00002.safetensors")
+    assert not (tmp_path / "out" / "config.json").samefile(source / "config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_and_unexpected_tensors_are_listed_and_refused(family, tmp_path):
+    source = save_native(family, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    lost = next(name for name in names_of(family) if name.endswith("o_proj.weight"))
+    strange = lost.replace("o_proj.weight", "o_proj.weight_scale_inv")
+    tensors[strange] = tensors.pop(lost)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=rf"missing \['{lost}'\], unexpected \['{strange}'\]"):
+        load(source)
+
+
+def test_a_module_of_another_shape_or_dtype_is_refused(tmp_path):
+    source = save_native("qwen3_5", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    whole = tensors["mtp.fc.weight"]
+    for wrong in (whole[:, :32], whole.to(torch.float8_e4m3fn)):
+        save_file(tensors | {"mtp.fc.weight": wrong.contiguous()}, source / "model.safetensors", {"format": "pt"})
+        with pytest.raises(Refused, match="mtp.fc.weight is"):
+            load(source)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "shared_head.head.weight"])
+def test_a_repeated_embedding_or_head_must_be_the_targets(name, tmp_path):
+    source = save_native("deepseek_v3", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"model.layers.2.{name}"] = tensors[f"model.layers.2.{name}"] + 1
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=f"{name} is not the target's own"):
+        load(source)
+
+
+def test_several_modules_no_module_and_unknown_types_are_refused(tmp_path):
+    two = described(save_native("glm4_moe", tmp_path / "two", num_nextn_predict_layers=2))
+    with pytest.raises(Refused, match="num_nextn_predict_layers=2"):
+        MtpConfig.for_target(two, DraftConfig(), native=True)
+    tensors = load_file(tmp_path / "two" / "model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.2.")}
+    save_file(plain, tmp_path / "two" / "model.safetensors", {"format": "pt"})
+    none = described(tmp_path / "two")
+    with pytest.raises(Refused, match="glm4_moe.* holds no MTP module"):
+        MtpConfig.for_target(none, DraftConfig(), native=True)
+
+
+def test_values_that_the_dtype_cannot_hold_are_not_written(tmp_path):
+    target, head = load(save_native("mimo", tmp_path / "source"))
+    with torch.no_grad():
+        head.final_norm.weight[3] = torch.inf
+    (tmp_path / "out").mkdir()
+    with pytest.raises(Refused, match="final_layernorm.weight holds values that are not finite"):
+        write_native(tmp_path / "out", head, target)
