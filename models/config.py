@@ -49,9 +49,12 @@ class TargetConfig:
 
 @dataclass
 class DraftConfig:
-    """Shape of the draft head; what is null is taken from the target.
+    """Kind and shape of the draft head; what is null is taken from the target.
 
     Attributes:
+        algorithm: "eagle3"; "mtp", a new multi-token-prediction module over a dense target, of the target's shape and
+            vocabulary; "mtp_native", the target's own module, trained on. The latter two take no other option here,
+            and read the final plane (`featurize.final_everywhere`).
         vocab_size: size of the draft vocabulary; null or the target's size means no map at all.
         intermediate_size: width of the head's MLP; of a mixture of experts, null takes all that a token is sent to.
         num_attention_heads, num_key_value_heads, head_dim: attention of the head's one layer.
@@ -64,6 +67,7 @@ class DraftConfig:
             layers differ, that of those with full attention.
     """
 
+    algorithm: str = "eagle3"
     vocab_size: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -76,6 +80,8 @@ class DraftConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.algorithm not in ("eagle3", "mtp", "mtp_native"):
+            raise ValueError(f"draft.algorithm={self.algorithm} is not one of eagle3, mtp, mtp_native")
         sizes = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         for key in sizes:
             value = getattr(self, key)

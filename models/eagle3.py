@@ -98,6 +98,9 @@ class Eagle3Config:
             fc_norm=draft.fc_norm,
         )
 
+    native = False
+    """Whether it is the target's own module: no target brings one."""
+
     @property
     def use_aux_hidden_state(self) -> bool:
         """Whether fc fuses aux planes; without, the final plane is the feature."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.eagle3 import Eagle3Head, Step
+from models.drafts import DraftHead
 from models.errors import Refused
 from models.target import Target
+from models.unroll import Step
 from train.config import ObjectiveConfig
 from train.losses import ChunkedLoss, sizes
 from train.packs import Pack, supervised_rows
@@ -41,7 +42,7 @@ class Objective(nn.Module):
     reduced_DP: torch.Tensor | None
     drafted_V: torch.Tensor
 
-    def __init__(self, head: Eagle3Head, target: Target, settings: ObjectiveConfig, precision: str) -> None:
+    def __init__(self, head: DraftHead, target: Target, settings: ObjectiveConfig, precision: str) -> None:
         super().__init__()
         self.head, self.settings = head, settings
         self.dtype = torch.bfloat16 if precision == "bf16" else None

@@ -97,7 +97,9 @@ def test_a_tied_targets_embedding_and_head_are_one_tensor():
 
 def draft_one_at_a_time(objective: Objective, pack: Pack, row: int, steps: int) -> list[torch.Tensor]:
     """Draft logits [D] of one row, step after step, with a plain list as its key-value cache."""
-    head, layer = objective.head, objective.head.midlayer
+    head = objective.head
+    assert isinstance(head, Eagle3Head)
+    layer = head.midlayer
     start = int(pack.starts_T[row])
     keys, values, outputs = [], [], []
 
