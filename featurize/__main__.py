@@ -37,9 +37,11 @@ def work(run: Run) -> bool:
     directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
-    encoding = run.featurize.encoding
+    encoding, everywhere = run.featurize.encoding, run.featurize.final_everywhere
     require_encoding(encoding, target.hidden_size)
-    inputs = describe_inputs(run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend)
+    inputs = describe_inputs(
+        run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend, everywhere
+    )
     claims = Claims(directory)
     if streaming:
         claims.attend(EXTRACTING)
@@ -48,14 +50,14 @@ def work(run: Run) -> bool:
         if not streaming and is_complete(directory, inputs):
             return False
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
-    units = cut_units(tokenised, run.featurize.shard_tokens)
+    units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
     widths = Widths(target.hidden_size, len(layers), encoding)
     if streaming:
         spool = Spool(directory, run.spool, units, widths)
         if spool.finished():
             return False
         kept, kept_inputs = kept_part(tokenised, inputs, run.data.validation_share)
-        spool.check_space(cut_units(kept, run.featurize.shard_tokens))
+        spool.check_space(cut_units(kept, run.featurize.shard_tokens, everywhere))
     else:
         check_space(directory, tokenised, units, [u for u in units if not is_finished(directory, u)], widths)
 
@@ -78,10 +80,11 @@ def work(run: Run) -> bool:
             backend=backend.name,
             backend_version=backend.version,
             quantization=backend.quantization,
+            final_everywhere=everywhere,
         )
 
         def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
-            units = cut_units(tokenised, run.featurize.shard_tokens)
+            units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
             todo = [unit for unit in units if not is_finished(directory, unit)]
             extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims)
             with claims.common():

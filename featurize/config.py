@@ -106,6 +106,8 @@ class FeaturizeConfig:
         canary_against: with vllm: "transformers" runs these documents first, here; "engine" asks the server for its own
             next tokens, for targets too large to be loaded twice or quantised in a way transformers cannot read.
         encoding: how planes are stored: "bf16", "int8" (about a byte per value) or "int4" (half a byte).
+        final_everywhere: keep the final plane at every position, not only where a row learns from it: heads of
+            draft.algorithm=mtp or draft.use_aux_hidden_state=false read it. It costs a plane where prompts are.
         url: with vllm: a server that runs already, http://host:port; null starts one as the section `engine` says.
         planes_directory: with vllm: where the server leaves each document's planes, for an instant; null takes the
             system's temporary folder. /dev/shm is fastest.
@@ -120,6 +122,7 @@ class FeaturizeConfig:
     canary_documents: int = 4
     canary_against: str = "transformers"
     encoding: str = "bf16"
+    final_everywhere: bool = False
     url: str | None = None
     planes_directory: str | None = None
     in_flight: int = 64

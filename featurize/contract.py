@@ -56,6 +56,7 @@ class FeatureContract:
         aux_layers: planes in stored order; plane i is the residual stream after i decoder layers.
         encoding: how planes are stored; readers decode any of `featurize.encoding`.
         final: "post_norm", the final plane is taken after the target's final norm.
+        final_everywhere: it is kept at every position instead of only where it teaches.
         tokenizer: fingerprint of tokenizer, chat template and end-of-turn ids.
         backend, backend_version: what computed the planes.
         quantization: how it ran the target: "none", or the method ("fp8", "awq", ...).
@@ -73,10 +74,12 @@ class FeatureContract:
     backend: str
     backend_version: str
     quantization: str = "none"
+    final_everywhere: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The contract as a JSON object."""
-        return asdict(self) | {"aux_layers": list(self.aux_layers)}
+        """The contract as a JSON object; what a store keeps beyond the usual is in it only where it is kept."""
+        value = asdict(self) | {"aux_layers": list(self.aux_layers)}
+        return value if self.final_everywhere else {k: v for k, v in value.items() if k != "final_everywhere"}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FeatureContract:

@@ -190,3 +190,17 @@ def joined(pieces: Sequence[Stored]) -> Stored:
         torch.cat([getattr(piece, name) for piece in coded]) for name in ("codes", "scales", "channels")
     )
     return Planes(coded[0].integers, codes, scales, channels, sum((piece.segments for piece in coded), ()))
+
+
+def picked(planes: Stored, rows: torch.Tensor) -> Stored:
+    """Some rows of one document's planes, as they are stored; a copy."""
+    if isinstance(planes, Planes):
+        return replace(planes, codes=planes.codes[rows], scales=planes.scales[rows], segments=(len(rows),))
+    return planes[rows]
+
+
+def as_planes(plane: Stored) -> Stored:
+    """One plane [N, H] as planes [N, 1, H]; a view."""
+    if isinstance(plane, Planes):
+        return plane.map(lambda tensor: tensor[:, None])
+    return plane[:, None]

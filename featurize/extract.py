@@ -11,8 +11,8 @@ Batches depend on the unit alone, so a shard is the same, byte for byte, whoever
 
 Everything after the planes (units, progress, shards) is the same for the other backend, `vllm_extract`.
 
-Shape suffixes: B documents of a batch, L longest of the batch, T tokens of a shard, F teacher positions of
-a shard, A aux planes, H hidden.
+Shape suffixes: B documents of a batch, L longest of the batch, T tokens of a shard, F kept rows of the final
+plane of a shard, A aux planes, H hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import nn
 
 from featurize.claims import Claims
 from featurize.encoding import row_bytes, table_bytes
-from featurize.store import Unit, is_finished, remove_leftovers, teacher_positions, write_shard
+from featurize.store import Unit, is_finished, kept_finals, remove_leftovers, teacher_positions, write_shard
 from featurize.tokenised import TokenisedSet
 from models.config import TargetConfig
 from models.errors import Refused
@@ -216,21 +216,22 @@ def extract_unit(
     aux_TAH = torch.empty(
         unit.tokens, len(backend.aux_layers), hidden_size, dtype=torch.bfloat16, device=backend.device
     )
-    final_FH = torch.empty(unit.teachers, hidden_size, dtype=torch.bfloat16, device=backend.device)
+    final_FH = torch.empty(unit.finals, hidden_size, dtype=torch.bfloat16, device=backend.device)
     begins = []
-    token = teacher = 0
+    token = final = 0
     for document in documents:
-        begins.append((token, teacher))
-        token, teacher = token + document.length, teacher + document.teachers
+        begins.append((token, final))
+        token, final = token + document.length, final + kept_finals(document, unit.everywhere)
     rows = [(document.id, tokenised.ids(unit.first + i)) for i, document in enumerate(documents)]
     for i, aux, final_TH in backend.documents(rows, batch_tokens):
-        document, (token, teacher) = documents[i], begins[i]
+        document, (token, final) = documents[i], begins[i]
         for plane, (layer, states_TH) in enumerate(zip(backend.aux_layers, aux, strict=True)):
             rows_TH = aux_TAH[token : token + document.length, plane]
             rows_TH.copy_(states_TH)
             check_rows(rows_TH, f"plane {layer}", document.id)
-        rows_FH = final_FH[teacher : teacher + document.teachers]
-        rows_FH.copy_(final_TH[teacher_positions(document).to(final_TH.device)])
+        rows_FH = final_FH[final : final + kept_finals(document, unit.everywhere)]
+        kept_TH = final_TH if unit.everywhere else final_TH[teacher_positions(document).to(final_TH.device)]
+        rows_FH.copy_(kept_TH)
         check_rows(rows_FH, "the final plane", document.id)
         advance(document.length)
     return tokens_T, aux_TAH, final_FH
@@ -247,8 +248,8 @@ class Widths:
     def bytes(self, units: Sequence[Unit]) -> int:
         """Size of these units' tensors."""
         row, table = row_bytes(self.encoding, self.hidden_size), table_bytes(self.encoding, self.hidden_size)
-        tokens, teachers = sum(unit.tokens for unit in units), sum(unit.teachers for unit in units)
-        return tokens * (4 + self.aux_planes * row) + teachers * row + len(units) * (self.aux_planes + 1) * table
+        tokens, finals = sum(unit.tokens for unit in units), sum(unit.finals for unit in units)
+        return tokens * (4 + self.aux_planes * row) + finals * row + len(units) * (self.aux_planes + 1) * table
 
 
 def check_space(

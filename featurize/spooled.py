@@ -74,7 +74,9 @@ class SpoolStore(FeatureStore):
         manifest, tokenised = open_manifest(directory)
         contract = manifest["contract"]
         widths = Widths(contract["hidden_size"], len(contract["aux_layers"]), contract["encoding"])
-        spool = Spool(directory, settings, cut_units(tokenised, manifest["inputs"]["featurize.shard_tokens"]), widths)
+        everywhere = contract.get("final_everywhere", False)
+        units = cut_units(tokenised, manifest["inputs"]["featurize.shard_tokens"], everywhere)
+        spool = Spool(directory, settings, units, widths)
         return cls(spool, claims, (manifest, tokenised), Demand(seed, epochs, spool.bound))
 
     def require_kept(self, documents: Sequence[int]) -> None:
@@ -138,6 +140,13 @@ class SpoolStore(FeatureStore):
         view._first_number = epoch * len(self.spool.units)
         order = epoch_order(len(self.spool.units), self._demand.seed, epoch)
         view._places = {unit: place for place, unit in enumerate(order)}
+        return view
+
+    def over_final(self) -> FeatureStore:
+        """See `FeatureStore.over_final`; the view takes this one's place."""
+        view = copy.copy(self)
+        view._over_final = True
+        view._kept = self._kept.over_final() if self._kept is not None else None
         return view
 
     def read(self, index: int) -> DocumentFeatures:

@@ -8,15 +8,17 @@
     manifest.json                   contract, inputs, totals, size and SHA-256 of every shard; written last
 
 The final plane is kept only where a supervised row needs its teacher: positions s .. e-2 of every span
-(s, e). Shards are cut from the tokenised set alone, so which shard holds what is known before anything
-is computed. A reader maps a shard and hands out views: planes that are not touched are never read from
+(s, e); or everywhere (`featurize.final_everywhere`), for heads that read it as well as learn from it.
+Shards are cut from the tokenised set alone, so which shard holds what is known before anything is
+computed. A reader maps a shard and hands out views: planes that are not touched are never read from
 disk, and nothing is copied. Checksums are compared when a shard is first used.
 
-Shape suffixes: T tokens of a document or shard, A aux planes, H hidden, F teacher positions.
+Shape suffixes: T tokens of a document or shard, A aux planes, H hidden, F rows of the final plane that are kept.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from bisect import bisect_right
@@ -29,7 +31,7 @@ import numpy as np
 import torch
 
 from featurize.contract import FeatureContract
-from featurize.encoding import Stored, decoded, encode, stored
+from featurize.encoding import Stored, as_planes, decoded, encode, picked, stored
 from featurize.tokenised import Document, TokenisedSet, load, require_same
 from models.artefact import file_sha256, fingerprint, read_json, write_json, write_tensors
 from models.errors import Refused
@@ -46,7 +48,8 @@ class Unit:
     Attributes:
         index: of the shard.
         first, last: half-open range of document indices.
-        tokens, teachers: T and F of the shard.
+        tokens, finals: T and F of the shard.
+        everywhere: whether the final plane is kept at every position.
         key: fingerprint of everything that decides its contents.
     """
 
@@ -54,7 +57,8 @@ class Unit:
     first: int
     last: int
     tokens: int
-    teachers: int
+    finals: int
+    everywhere: bool
     key: str
 
     @property
@@ -68,17 +72,26 @@ def unit_key(tokenised: str, first: int, last: int) -> str:
     return fingerprint([tokenised, first, last])
 
 
-def cut_units(tokenised: TokenisedSet, shard_tokens: int) -> list[Unit]:
-    """Documents in order, closed into a unit as soon as it has `shard_tokens` tokens."""
+def kept_finals(document: Document, everywhere: bool) -> int:
+    """At how many positions of a document the final plane is kept."""
+    return document.length if everywhere else document.teachers
+
+
+def cut_units(tokenised: TokenisedSet, shard_tokens: int, everywhere: bool = False) -> list[Unit]:
+    """Documents in order, closed into a unit as soon as it has `shard_tokens` tokens.
+
+    Args:
+        everywhere: keep the final plane at every position.
+    """
     units: list[Unit] = []
-    first = tokens = teachers = 0
+    first = tokens = finals = 0
     for index, document in enumerate(tokenised.documents):
         tokens += document.length
-        teachers += document.teachers
+        finals += kept_finals(document, everywhere)
         if tokens >= shard_tokens or index == len(tokenised.documents) - 1:
             key = unit_key(tokenised.fingerprint, first, index + 1)
-            units.append(Unit(len(units), first, index + 1, tokens, teachers, key))
-            first, tokens, teachers = index + 1, 0, 0
+            units.append(Unit(len(units), first, index + 1, tokens, finals, everywhere, key))
+            first, tokens, finals = index + 1, 0, 0
     return units
 
 
@@ -206,7 +219,7 @@ class DocumentFeatures:
 
     Attributes:
         tokens: int32 [T].
-        stored_aux: aux planes in the contract's order, as the shard holds them.
+        stored_aux: the planes that the head reads, in their order, as the shard holds them.
         stored_final: the plane after the final norm at `final_positions`, as the shard holds it.
         final_positions: int64 [F], ascending: s .. e-2 of every span (s, e).
     """
@@ -228,7 +241,7 @@ class DocumentFeatures:
 
 
 def teacher_positions(document: Document) -> torch.Tensor:
-    """Positions of a document whose final plane is stored, int64 [F]."""
+    """Positions of a document whose final plane teaches a row, int64 [F]."""
     ranges = [torch.arange(start, end - 1) for start, end in document.spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
@@ -303,9 +316,10 @@ class FeatureStore:
         self.tokens_T = tokenised.tokens
         self._shards = [entry for entry in manifest["files"] if "first" in entry]
         self.firsts: list[int] = [entry["first"] for entry in self._shards]
-        sizes = ((document.length, document.teachers) for document in self.documents)
+        everywhere, self._over_final = self.contract.final_everywhere, False
+        sizes = ((document.length, kept_finals(document, everywhere)) for document in self.documents)
         flat = np.fromiter((size for pair in sizes for size in pair), np.int64, 2 * len(self.documents))
-        # Where each document begins among all tokens and all teacher positions; a shard's own come off when it is read.
+        # Where each document begins among all tokens and all kept final rows; a shard's own come off when it is read.
         self._begins_N2 = np.concatenate((np.zeros((1, 2), np.int64), flat.reshape(-1, 2).cumsum(0)))
         self.starts_N = self._begins_N2[:, 0]
         self._mapped: dict[int, dict[str, torch.Tensor]] = {}
@@ -329,13 +343,27 @@ class FeatureStore:
         """Number of documents."""
         return len(self.documents)
 
-    def require(self, target: Target, aux_layers: Sequence[int]) -> None:
+    def require(self, target: Target, aux_layers: Sequence[int], *, final: bool = False) -> None:
         """Check that these are features of `target`, of these layers.
+
+        Args:
+            final: for a head that reads the final plane, at every position.
 
         Raises:
             Refused: naming the first difference.
         """
         self.contract.require(target, tuple(aux_layers))
+        if final and not self.contract.final_everywhere:
+            raise Refused(
+                f"{self.directory} keeps the final plane only where it teaches, but this head reads it everywhere; "
+                "extract again with featurize.final_everywhere=true under another run name"
+            )
+
+    def over_final(self) -> FeatureStore:
+        """This store for a head that reads the final plane alone: `aux` of a document is that plane, [T, 1, H]."""
+        view = copy.copy(self)
+        view._over_final = True
+        return view
 
     def in_epoch(self, epoch: int) -> FeatureStore:
         """What to read an epoch's training documents from: this store, unless it is one that shards pass through."""
@@ -362,11 +390,10 @@ class FeatureStore:
         shard = bisect_right(self.firsts, index) - 1
         tensors = self._map(shard)
         edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self.firsts[shard]]
-        (token, teacher), (token_end, teacher_end) = edges_22.tolist()
-        encoding = self.contract.encoding
-        return DocumentFeatures(
-            tensors["tokens"][token:token_end],
-            stored(encoding, tensors, "aux", token, token_end),
-            stored(encoding, tensors, "final", teacher, teacher_end),
-            teacher_positions(self.documents[index]),
-        )
+        (token, kept), (token_end, kept_end) = edges_22.tolist()
+        encoding, positions = self.contract.encoding, teacher_positions(self.documents[index])
+        final = stored(encoding, tensors, "final", kept, kept_end)
+        aux = as_planes(final) if self._over_final else stored(encoding, tensors, "aux", token, token_end)
+        if self.contract.final_everywhere:
+            final = picked(final, positions)
+        return DocumentFeatures(tensors["tokens"][token:token_end], aux, final, positions)

@@ -114,11 +114,12 @@ def describe_inputs(
     shard_tokens: int,
     encoding: str,
     backend: str = "transformers",
+    final_everywhere: bool = False,
 ) -> dict[str, Any]:
     """Everything that decides what the features are, by contents, without loading a model or a tokenizer.
 
     Backends agree within rounding only, so that the shards of one store come from one of them; transformers, the first
-    there was, goes unsaid.
+    there was, goes unsaid, and so does a final plane that is kept only where it teaches.
 
     Raises:
         Refused: no data file is named, or one is missing.
@@ -139,6 +140,7 @@ def describe_inputs(
         "featurize.shard_tokens": shard_tokens,
         "encoding": encoding,
         **({} if backend == "transformers" else {"featurize.backend": backend}),
+        **({"featurize.final_everywhere": True} if final_everywhere else {}),
     }
 
 

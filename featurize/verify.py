@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from featurize.store import FeatureStore, count_totals, map_tensors, shard_key, unit_key
+from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors, shard_key, unit_key
 from models.artefact import file_sha256, fingerprint
 from models.errors import Refused
 from models.target import Target, aux_layers, describe_target
@@ -54,8 +54,9 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
         tokens_T = store.tokens_T[store.starts_N[first] : store.starts_N[last]]
         if not torch.equal(tensors["tokens"], tokens_T):
             raise Refused(f"{path} holds other tokens than documents {first} to {last - 1}")
-        teachers = sum(document.teachers for document in store.documents[first:last])
-        for name, wanted in (("aux", len(tokens_T)), ("final", teachers)):
+        everywhere = store.contract.final_everywhere
+        finals = sum(kept_finals(document, everywhere) for document in store.documents[first:last])
+        for name, wanted in (("aux", len(tokens_T)), ("final", finals)):
             if (found := len(tensors[name])) != wanted:
                 raise Refused(f"{path} has {found} rows of {name}, its documents have {wanted}")
     if next_document != len(store):

@@ -186,6 +186,12 @@ def _trained(story: Story) -> str:
     return _table(["what", "value"], [[key, str(value)] for key, value in facts.items() if value is not None])
 
 
+def _planes(config: dict[str, Any]) -> str:
+    if ids := config.get("eagle_aux_hidden_state_layer_ids"):
+        return f"the target's residual stream after {ids} layers"
+    return "the target's last hidden state, after its final norm (there is no fc)"
+
+
 def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str) -> str:
     """The card of the export in `directory`.
 
@@ -207,7 +213,7 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
         ["algorithm", f"EAGLE-3{'.1' if flags else ''}, one layer, {', '.join(flags) or 'no extra norms'}"],
         ["hidden size, MLP, heads", f"{layer['hidden_size']}, {layer['intermediate_size']}, "
          f"{layer['num_attention_heads']} of {layer['head_dim']} ({layer['num_key_value_heads']} for keys and values)"],
-        ["planes", f"the target's residual stream after {config['eagle_aux_hidden_state_layer_ids']} layers"],
+        ["planes", _planes(config)],
         ["vocabulary", f"{draft} of {vocabulary} tokens" if draft < vocabulary else f"all {vocabulary} tokens"],
         ["dtype", config["torch_dtype"]],
         ["made for the target with", f"`{record['target']['config_hash']}` (configuration), "

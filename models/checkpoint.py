@@ -12,12 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from models.artefact import read_json, write_json, write_tensors
+from models.drafts import DraftHead, HeadConfig, make_head
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
+from models.mtp import MtpConfig
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
 
 OPTIONS = {
+    "use_aux_hidden_state": "draft.use_aux_hidden_state",
     "aux_layers": "target.aux_layers",
     "draft_vocab_size": "draft.vocab_size",
     **{
@@ -43,7 +46,7 @@ def describe(target: Target) -> dict[str, str]:
 
 
 def save_head(
-    directory: Path, head: Eagle3Head, target: dict[str, str], weights: Mapping[str, torch.Tensor] | None = None
+    directory: Path, head: DraftHead, target: dict[str, str], weights: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Write head.safetensors and head.json into an existing directory.
 
@@ -54,10 +57,11 @@ def save_head(
     if head.reduced:
         tensors["d2t"], _ = maps(head.ids_D.cpu(), head.config.vocab_size)
     write_tensors(directory / "head.safetensors", tensors)
-    write_json(directory / "head.json", {"algorithm": "eagle3", "config": head.config.to_dict(), "target": target})
+    algorithm = "eagle3" if isinstance(head, Eagle3Head) else "mtp"
+    write_json(directory / "head.json", {"algorithm": algorithm, "config": head.config.to_dict(), "target": target})
 
 
-def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
+def load_head(directory: Path) -> tuple[DraftHead, dict[str, Any]]:
     """Read a head and the description of its target.
 
     Raises:
@@ -68,9 +72,12 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
         tensors = load_file(directory / "head.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise Refused(f"{directory} holds no complete head ({error})") from None
-    config = Eagle3Config.from_dict(meta["config"])
+    kinds: dict[str, type[Eagle3Config | MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
+    if meta["algorithm"] not in kinds:
+        raise Refused(f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of eagle3, mtp")
+    config = kinds[meta["algorithm"]].from_dict(meta["config"])
     offsets = tensors.pop("d2t", None)
-    head = Eagle3Head(config, None if offsets is None else ids_from_offsets(offsets))
+    head = make_head(config, None if offsets is None else ids_from_offsets(offsets))
     wanted, found = set(head.state_dict()), set(tensors)
     if wanted != found:
         raise Refused(f"{directory}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
@@ -78,10 +85,20 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
     return head, meta["target"]
 
 
-def differing_options(asked: Eagle3Config, wanted: Eagle3Config) -> list[str]:
+def _algorithm(config: HeadConfig) -> str:
+    return "eagle3" if isinstance(config, Eagle3Config) else "mtp_native" if config.native else "mtp"
+
+
+def differing_options(asked: HeadConfig, wanted: HeadConfig) -> list[str]:
     """Overrides, for a shell, under which a run that asks for one head gets another for the same target instead."""
-    mine, its = asked.to_dict(), wanted.to_dict()
-    words = [f"{OPTIONS[key]}={_override(its[key])}" for key in OPTIONS if mine[key] != its[key]]
+    if _algorithm(asked) != _algorithm(wanted):
+        return [f"draft.algorithm={_algorithm(wanted)}"]
+    if not isinstance(wanted, Eagle3Config):
+        return []  # its shape is the target's
+    keys = [key for key in OPTIONS if getattr(asked, key) != getattr(wanted, key)]
+    if not wanted.aux_layers:  # whatever the features hold
+        keys = [key for key in keys if key != "aux_layers"]
+    words = [f"{OPTIONS[key]}={_override(getattr(wanted, key))}" for key in keys]
     return [shlex.quote(word) if "{" in word else word for word in words]  # bash would expand the braces
 
 

@@ -49,12 +49,17 @@ class TargetConfig:
 
 @dataclass
 class DraftConfig:
-    """Shape of the draft head; what is null is taken from the target.
+    """Kind and shape of the draft head; what is null is taken from the target.
 
     Attributes:
+        algorithm: "eagle3"; "mtp", a new multi-token-prediction module over a dense target, of the target's shape and
+            vocabulary; "mtp_native", the target's own module, trained on. The latter two take no other option here,
+            and read the final plane (`featurize.final_everywhere`).
         vocab_size: size of the draft vocabulary; null or the target's size means no map at all.
         intermediate_size: width of the head's MLP; of a mixture of experts, null takes all that a token is sent to.
         num_attention_heads, num_key_value_heads, head_dim: attention of the head's one layer.
+        use_aux_hidden_state: fuse aux planes with fc, as EAGLE-3 does; false: the target's final plane is the feature
+            itself, which needs `featurize.final_everywhere`.
         norm_output: feed back the post-norm hidden state (EAGLE-3.1) instead of the pre-norm one.
         norm_before_fc: one RMSNorm over the concatenated aux planes before they are fused.
         fc_norm: one RMSNorm per aux plane before they are fused.
@@ -62,22 +67,30 @@ class DraftConfig:
             layers differ, that of those with full attention.
     """
 
+    algorithm: str = "eagle3"
     vocab_size: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    use_aux_hidden_state: bool = True
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     rope_parameters: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.algorithm not in ("eagle3", "mtp", "mtp_native"):
+            raise ValueError(f"draft.algorithm={self.algorithm} is not one of eagle3, mtp, mtp_native")
         sizes = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         for key in sizes:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"draft.{key}={value} must be at least 1; null takes what the target has")
+        if not self.use_aux_hidden_state and (self.norm_before_fc or self.fc_norm):
+            raise ValueError(
+                "draft.norm_before_fc and draft.fc_norm norm what fc reads; draft.use_aux_hidden_state=false has no fc"
+            )
 
 
 @dataclass

@@ -4,11 +4,12 @@ Row t pairs the fused feature g_t = fc(aux planes of t) with the embedding of to
 predicts token t+2. Each further step k feeds token t+1+k, the row's own previous output and position t+k.
 The layer's attention reads [input_layernorm(embedding), hidden_norm(feature)], its residual is the feature.
 The pre-norm sum is fed back (post-norm with `norm_output`, EAGLE-3.1), and `lm_head(norm(sum))` proposes.
+Without aux planes (`draft.use_aux_hidden_state=false`) there is no fc: the feature is the target's final plane itself.
 
 Parameter names are those of the export, so that saving is not a translation. The target's embedding
 belongs to the target: it is passed in, never stored.
 
-Legend: T positions of a pack, R rows, H head hidden, P target hidden, A aux planes, N heads, G key-value
+Legend: T positions of a pack, R rows, H head hidden, P target hidden, A planes, N heads, G key-value
 heads, E head size, D draft vocabulary, S own steps so far.
 """
 
@@ -23,6 +24,7 @@ from torch import nn
 
 from models.config import DraftConfig
 from models.errors import Refused
+from models.planes import FINAL
 from models.rope import Rope, rotate, standardised
 from models.target import Target
 from models.unroll import KeyValue, RowAttention, Step, unroll
@@ -36,7 +38,7 @@ MLP_SHARE = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """Everything that determines a head's tensors and what it computes."""
+    """Everything that determines a head's tensors and what it computes; no aux layers means no fc."""
 
     hidden_size: int
     target_hidden_size: int
@@ -83,7 +85,7 @@ class Eagle3Config:
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=vocab,
-            aux_layers=tuple(aux_layers),
+            aux_layers=tuple(aux_layers) if draft.use_aux_hidden_state else (),
             intermediate_size=draft.intermediate_size or target.mlp_width,
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
@@ -95,6 +97,19 @@ class Eagle3Config:
             norm_before_fc=draft.norm_before_fc,
             fc_norm=draft.fc_norm,
         )
+
+    native = False
+    """Whether it is the target's own module: no target brings one."""
+
+    @property
+    def use_aux_hidden_state(self) -> bool:
+        """Whether fc fuses aux planes; without, the final plane is the feature."""
+        return bool(self.aux_layers)
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The target's planes that the head reads."""
+        return self.aux_layers or (FINAL,)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `from_dict` reads it back."""
@@ -180,8 +195,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: Eagle3Config, ids_D: torch.Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        width = len(config.aux_layers) * config.target_hidden_size
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        width = len(config.planes) * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False) if config.aux_layers else nn.Identity()
         if config.norm_before_fc:
             self.input_norm = RMSNorm(width, config.rms_norm_eps)
         if config.fc_norm:
@@ -202,7 +217,7 @@ class Eagle3Head(nn.Module):
         return self.config.draft_vocab_size < self.config.vocab_size
 
     def fuse(self, aux_TAP: torch.Tensor) -> torch.Tensor:
-        """Features g [T, H] of aux planes [T, A, P] (ascending layers)."""
+        """Features g [T, H] of the planes that the head reads, [T, A, P] (ascending layers)."""
         return self.fc(self.planes(aux_TAP))
 
     def planes(self, aux_TAP: torch.Tensor) -> torch.Tensor:
@@ -256,7 +271,7 @@ class Eagle3Head(nn.Module):
         rows: Sequence[torch.Tensor],
         embedding_VH: torch.Tensor,
     ) -> list[Step]:
-        """See `models.unroll.unroll`; the planes are the aux planes."""
+        """See `models.unroll.unroll`; the planes are those that the head reads."""
         return unroll(self, tokens_T, aux_TAP, starts_T, rows, embedding_VH)
 
 
@@ -266,12 +281,13 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
     - lm_head and norm are the target's, so the head starts in the space that the target predicts from.
     - Channels of residual streams differ by orders of magnitude. Planes are whitened by their channels' RMS on
       a sample, in fc_norm where the head has it and in fc's columns where it has not, so that all channels
-      reach the features at one scale and none drowns in the few huge ones.
+      reach the features at one scale and none drowns in the few huge ones. Where the final plane is the feature,
+      hidden_norm does it for the attention.
     - Every query starts as its group's key: a row begins by attending to itself, the one place where the
       embedding of the token it continues from can enter, rather than to the average of its past.
 
     Args:
-        sample_TAP: some aux planes of the target, [T, A, P], to measure the channels on.
+        sample_TAP: some of the target's planes that the head reads, [T, A, P], to measure the channels on.
     """
     config, attention = head.config, head.midlayer.self_attn
     with torch.no_grad():
@@ -279,17 +295,19 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         sample = sample_TAP.float()
-        if config.fc_norm or config.norm_before_fc:
+        if config.fc_norm or config.norm_before_fc or not config.aux_layers:
             dims = (-1,) if config.fc_norm else (-2, -1)
             sample = sample * (sample.pow(2).mean(dims, keepdim=True) + config.rms_norm_eps).rsqrt()
         scale_AP = sample.pow(2).mean(0).clamp(min=1e-12).rsqrt()
-        if config.fc_norm:
+        if not config.aux_layers:
+            head.midlayer.hidden_norm.weight.copy_(scale_AP[0])
+        elif config.fc_norm:
             for index, scale_P in enumerate(scale_AP):
                 head.get_parameter(f"fc_norm.{index}.weight").copy_(scale_P)
         elif config.norm_before_fc:
             head.input_norm.weight.copy_(scale_AP.flatten())
         else:
-            head.fc.weight.mul_(scale_AP.flatten().to(head.fc.weight.device))
+            head.get_parameter("fc.weight").mul_(scale_AP.flatten().to(head.norm.weight.device))
         # Inputs are normed, so a row's score with itself is about 2H * std^2 * sqrt(E); others are about 0.
         variance = SELF_SCORE / (2 * config.hidden_size * config.head_dim**0.5)
         nn.init.normal_(attention.k_proj.weight, std=variance**0.5)

@@ -1,4 +1,4 @@
-"""Conventions of vLLM and SGLang for an EAGLE-3 head: the one place where ours are converted to theirs.
+"""Conventions of vLLM and SGLang for a draft head: the one place where ours are converted to theirs.
 
 Ours: plane i is the residual stream after i decoder layers. vLLM takes such ids raw, from the top level of
 config.json. SGLang takes the 0-based number of the layer whose output is meant, one less, from the nested
@@ -7,6 +7,9 @@ Both stay silent about missing tensors, so `expected_tensors` says what a file m
 
 A config.json comes in two dialects. "plain" is what both engines read. "speculators" is the layout of that
 library, which vLLM reads too: the decoder layer described apart from the algorithm, layers.0 for midlayer.
+
+A new MTP head is written as a module of MiMo's, the one dense family that both engines lay over any dense target.
+vLLM builds it from the target's configuration, to which its module count is added at serving; SGLang from ours.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 
 from models.eagle3 import Eagle3Config
+from models.errors import Refused
+from models.mtp import MtpConfig
 from models.rope import yarn_scale
 
 
@@ -33,10 +38,10 @@ def sglang_layer_ids(aux_layers: Sequence[int]) -> list[int]:
 def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything in model.safetensors, and nothing else."""
     hidden, wide, size = config.hidden_size, 2 * config.hidden_size, config.head_dim
-    inputs = len(config.aux_layers) * config.target_hidden_size
+    inputs = len(config.aux_layers) * config.target_hidden_size  # no planes, no fc
     query, key = config.num_attention_heads * size, config.num_key_value_heads * size
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, inputs),
+        **({"fc.weight": (hidden, inputs)} if inputs else {}),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
         "midlayer.self_attn.q_proj.weight": (query, wide),
@@ -97,6 +102,20 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     return scaling
 
 
+def _planes(aux_layers: Sequence[int]) -> dict[str, Any]:
+    """The keys that say which planes are captured; without any, both engines give the final plane as it is."""
+    if not aux_layers:
+        return {"eagle_config": {"use_aux_hidden_state": False}}
+    return {
+        "num_aux_hidden_states": len(aux_layers),
+        "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(aux_layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(aux_layers),
+        },
+    }
+
+
 def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
     """config.json of a head that vLLM and SGLang both load.
 
@@ -117,12 +136,7 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": len(config.aux_layers),
-        "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(config.aux_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(config.aux_layers),
-        },
+        **_planes(config.aux_layers),
         "norm_before_residual": False,
         **special,
     }
@@ -170,8 +184,81 @@ def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
     else:
         rope = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": values["rope_theta"]}
     rope.pop("attn_factor", None)
+    fused = values.get("eagle_config", {}).get("use_aux_hidden_state", True)
     return Eagle3Config(
-        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]),
+        aux_layers=tuple(values["eagle_aux_hidden_state_layer_ids"]) if fused else (),
         rope_parameters=rope,
         **{key: values[key] for key in SHARED_KEYS},
     )
+
+
+MTP_OVERRIDES = {"num_nextn_predict_layers": 1}
+"""What vLLM must find in the target's configuration to lay a new MTP module over it."""
+
+MISTAKEN = ("eagle-", "eagle3", "dflash", "dspark")
+"""vLLM takes a draft for another kind of head, whatever the method, when its path holds one of these."""
+
+
+def check_mtp_path(path: str, key: str) -> None:
+    """Check that vLLM will take the head at a path for an MTP head.
+
+    Args:
+        key: the setting that the path comes from.
+
+    Raises:
+        Refused: it would not.
+    """
+    if word := next((word for word in MISTAKEN if word in path.lower()), None):
+        raise Refused(f"vLLM takes an MTP head at {path} for another kind, since its path holds {word!r}; change {key}")
+
+
+def expected_mtp_tensors(config: MtpConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of everything in model.safetensors of a new MTP head, and nothing else."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_layernorm.weight": (hidden,),
+        "hidden_layernorm.weight": (hidden,),
+        "input_proj.weight": (hidden, 2 * hidden),
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.q_proj.bias": (query,),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.k_proj.bias": (key,),
+        "self_attn.v_proj.weight": (key, hidden),
+        "self_attn.v_proj.bias": (key,),
+        "self_attn.o_proj.weight": (hidden, query),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+        "final_layernorm.weight": (hidden,),
+    }
+    return {f"model.mtp_layers.0.{name}": shape for name, shape in shapes.items()}
+
+
+def mtp_config_json(config: MtpConfig, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a new MTP head that vLLM and SGLang both load; its dimensions are the target's.
+
+    Args:
+        dtype: of the tensors. special: as for `eagle3_config_json`.
+    """
+    rope = config.block["rope_parameters"]
+    own = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    return {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": config.vocab_size,
+        **{key: getattr(config, key) for key in own},
+        "num_hidden_layers": config.block["num_hidden_layers"],
+        **MTP_OVERRIDES,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.block["max_position_embeddings"],
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": _rope_scaling(rope),
+        "attention_bias": True,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        **special,
+    }

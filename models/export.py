@@ -3,7 +3,8 @@
 Both engines leave a missing tensor uninitialised without a word, so nothing is taken on trust here: every
 tensor is checked by name, shape and dtype against the head's configuration, the written file is read again
 and compared, and export.json records the hash and origin of each. Two exports of a checkpoint are equal byte
-for byte. A model card says what the head is worth and how it is served; a push to the hub happens when asked for.
+for byte. A target's own MTP module goes back into a copy of the target. A model card says what the head is
+worth and how it is served; a push to the hub happens when asked for.
 """
 
 from __future__ import annotations
@@ -31,18 +32,26 @@ from models.artefact import (
 from models.card import Story, write_card
 from models.checkpoint import describe, load_head
 from models.config import ExportConfig, TargetConfig
+from models.drafts import DraftHead
 from models.eagle3 import Eagle3Head
 from models.engines import (
+    check_mtp_path,
     eagle3_config_from_json,
     eagle3_config_json,
+    expected_mtp_tensors,
     expected_tensors,
+    mtp_config_json,
     plain_name,
     speculators_config_json,
     tensor_name,
 )
 from models.errors import Refused
+from models.mtp import MtpConfig, MtpHead
+from models.native import SHARD, write_native
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
+
+WEIGHTS = "model.safetensors"
 
 
 def find_checkpoint(train: Path, which: str) -> Path:
@@ -64,19 +73,23 @@ def find_checkpoint(train: Path, which: str) -> Path:
     return checkpoint
 
 
-def export_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def export_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of model.safetensors: weights in `dtype`, d2t int64 offsets, t2d bool.
 
     Raises:
         Refused: a tensor is missing, unexpected, of a wrong shape, or not finite.
     """
-    tensors = {name: tensor.detach().to(dtype) for name, tensor in head.state_dict().items()}
-    if head.reduced:
-        tensors["d2t"], tensors["t2d"] = maps(head.ids_D.cpu(), head.config.vocab_size)
-    wanted = expected_tensors(head.config)
+    own = head.state_dict() if isinstance(head, Eagle3Head) else head.stored()
+    tensors = {name: tensor.detach().to(dtype) for name, tensor in own.items()}
+    if isinstance(head, Eagle3Head):
+        wanted = expected_tensors(head.config)
+        if head.reduced:
+            tensors["d2t"], tensors["t2d"] = maps(head.ids_D.cpu(), head.config.vocab_size)
+    else:
+        wanted = expected_mtp_tensors(head.config)
     if tensors.keys() != wanted.keys():
         missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-        raise Refused(f"the head's tensors are not those of an EAGLE-3 export: missing {missing}, unexpected {extra}")
+        raise Refused(f"the head's tensors are not those of its export: missing {missing}, unexpected {extra}")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != wanted[name]:
             raise Refused(f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted[name]}")
@@ -85,7 +98,7 @@ def export_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tens
     return tensors
 
 
-def export_config(head: Eagle3Head, target: Target, settings: ExportConfig) -> dict[str, Any]:
+def export_config(head: DraftHead, target: Target, settings: ExportConfig) -> dict[str, Any]:
     """config.json in the dialect that was asked for.
 
     Raises:
@@ -96,9 +109,13 @@ def export_config(head: Eagle3Head, target: Target, settings: ExportConfig) -> d
         for key in ("bos_token_id", "eos_token_id")
         if getattr(target.config, key, None) is not None
     }
+    if isinstance(head, MtpHead):
+        return mtp_config_json(head.config, getattr(torch, settings.dtype), special)
     plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
     if settings.dialect == "plain":
         return plain
+    if not head.config.aux_layers:
+        raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
     if settings.k is None:
         raise Refused("export.dialect=speculators says how many tokens to draft; set export.k")
     architectures = getattr(target.config, "architectures", None) or []
@@ -110,25 +127,38 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     """Write the export; False when it is already there, made from the same checkpoint with the same options.
 
     Raises:
-        Refused: the checkpoint belongs to another target, or is not complete.
+        Refused: the checkpoint belongs to another target, or is not complete; or vLLM would not take an MTP head in
+            this directory for one.
     """
     head, trained_for = load_head(checkpoint)
     if trained_for != describe(target):
         raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
-    config = export_config(head, target, settings)
+    if isinstance(head, MtpHead):
+        if settings.dialect != "plain":
+            raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
+        check_mtp_path(str(directory.absolute()), "name or root")
+    native, about = head.config.native, {}
+    config = None if native else export_config(head, target, settings)
+    file = SHARD if native else WEIGHTS
+    if isinstance(head, MtpHead):
+        about = {"file": file, "head": head.config.to_dict()}
     identity = fingerprint([file_sha256(checkpoint / "head.safetensors"), config, describe(target)])
     record = directory / "export.json"
-    if all((directory / name).exists() for name in ("export.json", "config.json", "model.safetensors")):
-        found, size = read_json(record), (directory / "model.safetensors").stat().st_size
-        unchanged = (directory / "config.json").read_bytes() == json_bytes(config)
+    if all((directory / name).exists() for name in ("export.json", "config.json", file)):
+        found, size = read_json(record), (directory / file).stat().st_size
+        unchanged = config is None or (directory / "config.json").read_bytes() == json_bytes(config)
         if found.get("identity") == identity and found.get("size") == size and unchanged:
             return False
-    plain = export_tensors(head, getattr(torch, settings.dtype))
-    tensors = {tensor_name(name, settings.dialect): tensor for name, tensor in plain.items()}
     with replacing_directory(directory) as temporary:
-        write_json(temporary / "config.json", config)
-        write_tensors(temporary / "model.safetensors", tensors, {"format": "pt"})
-        written = load_file(temporary / "model.safetensors")
+        if config is None:
+            assert isinstance(head, MtpHead)
+            tensors = write_native(temporary, head, target)
+        else:
+            plain = export_tensors(head, getattr(torch, settings.dtype))
+            tensors = {tensor_name(name, settings.dialect): tensor for name, tensor in plain.items()}
+            write_json(temporary / "config.json", config)
+            write_tensors(temporary / file, tensors, {"format": "pt"})
+        written = load_file(temporary / file)
         unequal = [name for name in tensors if not torch.equal(tensors[name], written[name])]
         if unequal:
             raise Refused(f"the written file differs from the head in {unequal}; is the disk sound?")
@@ -141,15 +171,15 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
             }
             for name, tensor in sorted(tensors.items())
         }
-        size = (temporary / "model.safetensors").stat().st_size
+        size = (temporary / file).stat().st_size
         write_json(
             temporary / "export.json",
-            {"identity": identity, "size": size, "target": describe(target), "tensors": provenance},
+            {"identity": identity, "size": size, "target": describe(target), **about, "tensors": provenance},
         )
     return True
 
 
-def load_export(directory: Path) -> tuple[Eagle3Head, dict[str, str]]:
+def load_export(directory: Path) -> tuple[DraftHead, dict[str, str]]:
     """Read an export of ours back: the head (fp32) and the description of its target.
 
     Raises:
@@ -157,14 +187,31 @@ def load_export(directory: Path) -> tuple[Eagle3Head, dict[str, str]]:
     """
     try:
         record, config = read_json(directory / "export.json"), read_json(directory / "config.json")
-        tensors = load_file(directory / "model.safetensors")
+        tensors = load_file(directory / record.get("file", WEIGHTS))
     except (FileNotFoundError, SafetensorError):
         raise Refused(f"no complete export in {directory}; run `python -m models.export` for this run first") from None
+    if "head" in record:
+        return _load_mtp(MtpConfig.from_dict(record["head"]), tensors), record["target"]
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     head = Eagle3Head(eagle3_config_from_json(config), None if d2t is None else ids_from_offsets(d2t))
     head.load_state_dict({plain_name(name): tensor.float() for name, tensor in tensors.items()})
     return head, record["target"]
+
+
+def _load_mtp(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> MtpHead:
+    head = MtpHead(config)
+    views = head.stored()
+    if views.keys() != tensors.keys():
+        raise Refused(f"the export's tensors {sorted(tensors)} are not those of its head, {sorted(views)}")
+    for name, view in views.items():
+        view.copy_(tensors[name])
+    return head
+
+
+def weights_file(directory: Path) -> Path:
+    """The file with an export's trained tensors."""
+    return directory / read_json(directory / "export.json").get("file", WEIGHTS)
 
 
 def push(directory: Path, repository: str) -> None:
@@ -184,7 +231,7 @@ def push(directory: Path, repository: str) -> None:
     hub = HfApi(token=token)
     try:
         hub.create_repo(repository, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="EAGLE-3 draft head")
+        hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="Draft head")
     except (OSError, httpx.HTTPError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Refused(f"export.push_to={repository}: the hub cannot be reached or refuses ({reason})") from None

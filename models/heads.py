@@ -186,8 +186,8 @@ class HeadFiles:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=dict(config.rope_parameters),
             norm_output=bool(self.given.get("norm_output", False)),
-            norm_before_fc=self.norm_before_fc,
-            fc_norm=self.fc_norm,
+            norm_before_fc=self.norm_before_fc and bool(aux_layers),
+            fc_norm=self.fc_norm and bool(aux_layers),
         )
 
 

@@ -60,8 +60,6 @@ def _beyond_ours(files: HeadFiles) -> Iterator[str]:
         yield f"{given['num_hidden_layers']} layers"
     if given.get("norm_before_residual"):
         yield "norm_before_residual"
-    if not files.fused:
-        yield "feature without fc (use_aux_hidden_state=false)"
     if given.get("hidden_act", "silu") != "silu":
         yield f"hidden_act={given['hidden_act']}"
     if given.get("logit_scale") not in (None, 1):
@@ -79,6 +77,8 @@ def _beyond_ours(files: HeadFiles) -> Iterator[str]:
 
 def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
     """The planes that fc fuses: what the configuration tells either engine, else the engines' default."""
+    if not files.fused:
+        return ()
     told = {planes for planes in (files.vllm_planes, files.sglang_planes) if planes is not None}
     if len(told) > 1:
         raise Refused(
@@ -165,7 +165,7 @@ def main() -> None:
     except Refused as error:
         print(f"importer: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    unlike = Eagle3Config.for_target(target, (), DraftConfig())  # so that the planes are always named
+    unlike = Eagle3Config.for_target(target, (0,), DraftConfig())  # so that the planes are always named
     print(f"imported to {asked.out}; evaluate it with export.checkpoint={asked.out}, or train it on with")
     print(" ".join([f"trainer.init_from={asked.out}", *differing_options(unlike, head.config)]))
 

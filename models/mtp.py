@@ -132,6 +132,33 @@ class MtpConfig:
         return self.vocab_size
 
     @property
+    def num_attention_heads(self) -> int:
+        """Heads of the layer's attention."""
+        return self.block["num_attention_heads"]
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """As many, or fewer."""
+        return self.block.get("num_key_value_heads") or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head; of latent attention, of its values."""
+        own = self.block.get("v_head_dim") or self.block.get("head_dim")
+        return own or self.hidden_size // self.num_attention_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the MLP, or of all experts, that a token passes through."""
+        experts = self.block.get("num_experts_per_tok")
+        return experts * self.block["moe_intermediate_size"] if experts else self.block["intermediate_size"]
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of all norms."""
+        return self.block["rms_norm_eps"]
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Aux planes: none."""
         return ()
@@ -190,12 +217,15 @@ class MtpHead(nn.Module):
         """See `Drafting`: the final plane as it is."""
         return planes_TAP[:, 0]
 
+    def ordered(self, embedded: torch.Tensor, feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both inputs in the order in which the family's projection reads them."""
+        return (feature, embedded) if self.family.hidden_first else (embedded, feature)
+
     def _joined(self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Input of the layer [1, R, H] from embeddings and hidden states of rows [..., H]."""
         if self.family.zeroed:
             embedded = embedded.masked_fill(positions[..., None] == 0, 0)
-        parts = self.embedding_norm(embedded), self.hidden_norm(feature)
-        joined = self.input_proj(torch.cat(parts[::-1] if self.family.hidden_first else parts, -1))
+        joined = self.input_proj(torch.cat(self.ordered(self.embedding_norm(embedded), self.hidden_norm(feature)), -1))
         return joined.flatten(0, -2)[None]
 
     def key_value(self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor) -> KeyValue:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from models.planes import captured, decoder_of
+from models.planes import FINAL, captured, decoder_of
 
 
 def ancestry(parents_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,9 +132,9 @@ class CachedModel:
     def read(
         self, ids_BQ: torch.Tensor, places: Places, only_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, Q, V] (or [B, 1, V] at query index `only_B`) and aux planes [B, Q, A, H]."""
+        """Logits [B, Q, V] (or [B, 1, V] at query index `only_B`) and planes [B, Q, A, H], FINAL being one of them."""
         mask = self.cache.place(places)
-        with captured(self.decoder, self.aux_layers) as planes:
+        with captured(self.decoder, [layer for layer in self.aux_layers if layer != FINAL]) as planes:
             out = self.decoder(
                 input_ids=ids_BQ,
                 position_ids=places.positions_BQ,
@@ -142,6 +142,7 @@ class CachedModel:
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
+        planes[FINAL] = out
         aux = torch.stack([planes[layer] for layer in self.aux_layers], 2) if self.aux_layers else out[:, :, None, :0]
         if only_B is not None:
             out = out[torch.arange(len(only_B), device=out.device), only_B][:, None]

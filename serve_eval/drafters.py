@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from models.eagle3 import Eagle3Head
+from models.drafts import DraftHead
 from models.errors import Refused
-from models.mtp import MtpHead
 from serve_eval.cache import CachedModel, Places, RaggedCache
 from serve_eval.config import DraftingConfig
 from serve_eval.trees import DynamicTree, Shape, StaticTree, Stepper, Verified
@@ -40,10 +39,10 @@ class Drafter(Protocol):
 class HeadStepper:
     """A draft head with a ragged cache. Row t lies at slot t; the last verified row is the root's."""
 
-    def __init__(self, head: Eagle3Head | MtpHead, embedding_VH: torch.Tensor, lm_head_VH: torch.Tensor) -> None:
+    def __init__(self, head: DraftHead, embedding_VH: torch.Tensor, lm_head_VH: torch.Tensor) -> None:
         self.head, self.embedding_VH, self.cache = head, embedding_VH, RaggedCache()
         self.draft_DH = lm_head_VH if head.lm_head is None else head.lm_head.weight
-        self.ids_D, self.aux_layers = head.ids_D, head.config.aux_layers
+        self.ids_D, self.aux_layers = head.ids_D, head.config.planes
         self.root_B = self.parents_BM = torch.empty(0, dtype=torch.int64)
         self.fed_BMH = torch.empty(0)
 
@@ -197,7 +196,7 @@ def sampling_of(settings: DraftingConfig) -> Sampling:
 
 
 def make_drafter(
-    settings: DraftingConfig, k: int, *, model: Any, head: Eagle3Head | None = None, draft_model: Any = None
+    settings: DraftingConfig, k: int, *, model: Any, head: DraftHead | None = None, draft_model: Any = None
 ) -> Drafter:
     """A new drafter, for one batch.
 

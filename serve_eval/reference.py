@@ -19,7 +19,7 @@ from featurize.extract import choose_device
 from models.artefact import fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.config import TargetConfig
-from models.eagle3 import Eagle3Head
+from models.drafts import DraftHead
 from models.errors import Refused
 from models.target import Target, describe_target
 from serve_eval.acceptance import acceptance, best_k, figures, rounds_within
@@ -84,7 +84,7 @@ class Reference:
     """The reference decoder over one target and what drafts for it, all in fp32."""
 
     model: Any
-    head: Eagle3Head
+    head: DraftHead
     stop: set[int]
     batch_size: int
     draft_model: Any = None
@@ -111,7 +111,7 @@ class Reference:
         return [found[prompt.id] for prompt in prompts]
 
 
-def load_reference(target: Target, head: Eagle3Head, settings: EvalConfig, draft_model: Target | None) -> Reference:
+def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_model: Target | None) -> Reference:
     """Load the target, and the draft model where there is one, in fp32 beside the head.
 
     Raises:
@@ -146,7 +146,7 @@ class Measurement:
     def __init__(
         self,
         target: Target,
-        head: Eagle3Head,
+        head: DraftHead,
         weights: str,
         prompts: Sequence[Prompt],
         settings: EvalConfig,

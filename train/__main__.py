@@ -16,12 +16,15 @@ def main(run: Run) -> bool:
     stop = StopRequest()  # before the imports and all that takes long: a preemption may come at any time
     from featurize.spooled import SpoolStore
     from featurize.store import FeatureStore
-    from models.eagle3 import Eagle3Config
+    from models.drafts import head_config
+    from models.planes import FINAL
     from models.target import aux_layers, describe_target
     from train.loop import Trainer
 
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
+    config = head_config(target, layers, run.draft)
+    over_final = config.planes == (FINAL,)
     if run.spool.gigabytes is None:
         store: FeatureStore = FeatureStore.open(run.directory / "features")
     else:
@@ -29,11 +32,11 @@ def main(run: Run) -> bool:
         if attached is None:
             sys.exit(PREEMPTED)
         store = attached
-    store.require(target, layers)
+    store.require(target, layers, final=over_final)
     trainer = Trainer(
-        store=store,
+        store=store.over_final() if over_final else store,
         target=target,
-        config=Eagle3Config.for_target(target, layers, run.draft),
+        config=config,
         objective=run.objective,
         optim=run.optim,
         trainer=run.trainer,

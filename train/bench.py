@@ -186,6 +186,7 @@ class Bench:
     def flops(self) -> float:
         """Floating-point operations of the products that a step needs, forward and backward."""
         config, objective = self.objective.head.config, self.objective
+        assert isinstance(config, Eagle3Config)
         rows = objective.rows(self.pack, None)
         tokens, hidden = self.pack.tokens_T.numel(), config.hidden_size
         queries = config.num_attention_heads * config.head_dim

@@ -21,8 +21,10 @@ from featurize.spooled import SpoolStore
 from featurize.store import FeatureStore
 from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.checkpoint import describe
-from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from models.drafts import DraftHead, HeadConfig, initialise, make_head
 from models.errors import Refused
+from models.mtp import MtpConfig
+from models.native import load_native
 from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
 from train import ranks, resume
@@ -66,7 +68,7 @@ class Window:
 
 
 def sample_planes(store: FeatureStore, documents: Sequence[int]) -> torch.Tensor:
-    """Aux planes [T, A, P] of some positions of the first documents."""
+    """Planes [T, A, P], those that the head reads, of some positions of the first documents."""
     planes = (store.read(index).aux for index in documents[:SAMPLE])
     return torch.cat([aux_TAP[:: -(-len(aux_TAP) // SAMPLE_POSITIONS)] for aux_TAP in planes])
 
@@ -79,7 +81,7 @@ class Trainer:
         *,
         store: FeatureStore,
         target: Target,
-        config: Eagle3Config,
+        config: HeadConfig,
         objective: ObjectiveConfig,
         optim: OptimConfig,
         trainer: TrainerConfig,
@@ -121,8 +123,13 @@ class Trainer:
         counts = count_supervised(store, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
-        if trainer.init_from is None:  # its start values come with `_fit`: features may have yet to arrive
-            self.head = Eagle3Head(config, choose_draft_vocabulary(counts, config.draft_vocab_size))
+        self.fresh = trainer.init_from is None and not config.native
+        self.head: DraftHead
+        if self.fresh:  # its start values come with `_fit`: features may have yet to arrive
+            self.head = make_head(config, choose_draft_vocabulary(counts, config.draft_vocab_size))
+        elif trainer.init_from is None:
+            assert isinstance(config, MtpConfig)
+            self.head = load_native(target, config)
         else:
             self.head = load_start(Path(trainer.init_from), config, self.tied_to)
             origin = {"init_from": file_sha256(Path(trainer.init_from) / "head.safetensors")}
@@ -132,7 +139,7 @@ class Trainer:
             self.head.compile_parts()
         self.identity = fingerprint(
             {
-                "objective": asdict(objective),
+                "objective": objective.identity(),
                 "optim": asdict(optim),
                 "head": self.head.config.to_dict(),
                 "target": self.tied_to,
@@ -284,7 +291,7 @@ class Trainer:
             leave, trouble = self._agree(stop, self._features(done, stop) if done < len(self.plan) else None)
             if leave:
                 self._leave(trouble)
-        if saved is None and self.settings.init_from is None:
+        if saved is None and self.fresh:
             self._fit()
         self.objective.to(self.accelerator.device)
         self.ranks = ranks.share(self.accelerator, self.settings.strategy, self.objective, self.optim, saved)
@@ -421,7 +428,7 @@ class Trainer:
             for k, (total, count) in enumerate(zip(sums_K.tolist(), self.plan[step].rows_K, strict=True))
         ]
         return {
-            "loss": sum(loss * settings.decay**k for k, loss in enumerate(losses) if loss is not None),
+            "loss": sum(loss * settings.weight(k) for k, loss in enumerate(losses) if loss is not None),
             "loss_per_step": losses,
             "accuracy": [hit / n if n else None for hit, n in zip(hits_K.tolist(), rows_K.tolist(), strict=True)],
             "memory": int(memory.max().item()),

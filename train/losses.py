@@ -138,7 +138,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     `apply` takes weight_DH, teacher_weight_DP, final_FP, the kind of loss, the dtype of the products, per step
     the places of the rows' teachers in final_FP (int64 [R], ascending) and their weights [R], then the hidden
-    states [R, H] of each step. Gradients reach weight_DH and the hidden states.
+    states [R, H] of each step. Gradients reach the hidden states, and weight_DH where it is trained.
     """
 
     @staticmethod
@@ -147,9 +147,12 @@ class ChunkedLoss(torch.autograd.Function):
         size = sizes(device)
         weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
         loss, sums_K = torch.zeros((), dtype=total, device=device), torch.zeros(len(hidden), dtype=total, device=device)
-        d_weight, d_hidden = torch.zeros_like(weight_DH, dtype=total), [torch.zeros_like(h) for h in hidden]
-        gradients_BD = torch.empty(max(size.pending, size.chunk), len(weight), dtype=dtype, device=device)
-        product_DH = torch.empty_like(weight)  # once: memory that is fresh for each product costs as much as some
+        trained, d_hidden = ctx.needs_input_grad[0], [torch.zeros_like(h) for h in hidden]
+        # A frozen weight, which is the whole vocabulary, has no product that would be worth waiting for.
+        most = max(size.pending, size.chunk) if trained else size.chunk
+        gradients_BD = torch.empty(most, len(weight), dtype=dtype, device=device)
+        d_weight = torch.zeros_like(weight_DH, dtype=total) if trained else None
+        product_DH = torch.empty_like(weight) if trained else None  # once: fresh memory costs as much as some products
         waiting: list[_Piece] = []
         filled = 0
 
@@ -157,8 +160,9 @@ class ChunkedLoss(torch.autograd.Function):
             # The rows' weights are put on the hidden states: the narrow side of both products.
             scale_n1 = torch.cat([piece.of(weights) for piece in waiting])[:, None]
             h_nH = torch.cat([piece.of(hidden) for piece in waiting])
-            torch.mm(gradients_BD[:filled].T, (h_nH * scale_n1).to(dtype), out=product_DH)
-            d_weight.add_(product_DH)
+            if d_weight is not None and product_DH is not None:
+                torch.mm(gradients_BD[:filled].T, (h_nH * scale_n1).to(dtype), out=product_DH)
+                d_weight.add_(product_DH)
             d_h_nH = (gradients_BD[:filled] @ weight) * scale_n1
             for piece, part in zip(waiting, d_h_nH.split([piece.b - piece.a for piece in waiting]), strict=True):
                 piece.of(d_hidden).copy_(part)
@@ -193,12 +197,14 @@ class ChunkedLoss(torch.autograd.Function):
                 filled += count
         if waiting:
             settle()
-        ctx.save_for_backward(d_weight, *d_hidden)
+        ctx.save_for_backward(*([d_weight] if trained else []), *d_hidden)
+        ctx.trained = trained
         ctx.mark_non_differentiable(sums_K)
         return loss, sums_K
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # In place: they are large.
-        d_weight, *d_hidden = (each.mul_(grads[0].to(each.dtype)) for each in ctx.saved_tensors)
-        return d_weight, *(None,) * 6, *d_hidden
+        found = [each.mul_(grads[0].to(each.dtype)) for each in ctx.saved_tensors]
+        d_weight = found.pop(0) if ctx.trained else None
+        return d_weight, *(None,) * 6, *found

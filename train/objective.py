@@ -1,7 +1,7 @@
 """The unrolled objective: what a pack costs, and how well the head would draft on it.
 
 Per unroll step k the loss is the sum over supervised rows of a divergence (train/losses.py) of the head from
-the target on the draft vocabulary, divided by the global number of such rows and weighted by decay ** k
+the target on the draft vocabulary, divided by the global number of such rows and weighted by step
 (design, definition 7). The counts come from the plan, so no process has to ask another.
 
 Legend: T positions of a pack, F teacher positions, R rows of a step, H head hidden, P target hidden, D draft
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.eagle3 import Eagle3Head, Step
+from models.drafts import DraftHead
 from models.errors import Refused
 from models.target import Target
+from models.unroll import Step
 from train.config import ObjectiveConfig
 from train.losses import ChunkedLoss, sizes
 from train.packs import Pack, supervised_rows
@@ -41,7 +42,7 @@ class Objective(nn.Module):
     reduced_DP: torch.Tensor | None
     drafted_V: torch.Tensor
 
-    def __init__(self, head: Eagle3Head, target: Target, settings: ObjectiveConfig, precision: str) -> None:
+    def __init__(self, head: DraftHead, target: Target, settings: ObjectiveConfig, precision: str) -> None:
         super().__init__()
         self.head, self.settings = head, settings
         self.dtype = torch.bfloat16 if precision == "bf16" else None
@@ -64,6 +65,16 @@ class Objective(nn.Module):
         """Rows of the target's lm_head that belong to the draft vocabulary."""
         return self.teacher_VP if self.reduced_DP is None else self.reduced_DP
 
+    @property
+    def draft_DH(self) -> torch.Tensor:
+        """The head's lm_head: its own, or the target's, which stays as it is."""
+        return self.teacher_VP if self.head.lm_head is None else self.head.lm_head.weight
+
+    @property
+    def working(self) -> torch.dtype:
+        """The dtype of the large products."""
+        return self.dtype or next(self.head.parameters()).dtype
+
     def rows(self, pack: Pack, seed: int | None) -> list[torch.Tensor]:
         """Rows per step; with a seed, step k keeps about row_share ** k of them (nested)."""
         rows = [supervised_rows(pack.spans, step) for step in range(self.settings.unroll_steps)]
@@ -75,8 +86,9 @@ class Objective(nn.Module):
 
     def weights(self, pack: Pack, rows_R: torch.Tensor, step: int) -> torch.Tensor:
         """Weight of each row's loss at a step, float [R], before the division by the global row count."""
-        settings = self.settings
-        weights_R = self.head.lm_head.weight.new_full(rows_R.shape, (settings.decay / settings.row_share) ** step)
+        settings, dtype = self.settings, next(self.head.parameters()).dtype
+        weight = settings.weight(step) / settings.row_share**step
+        weights_R = torch.full(rows_R.shape, weight, dtype=dtype, device=rows_R.device)
         if settings.out_of_vocabulary == "skip" and self.head.reduced:
             weights_R *= self.drafted_V[pack.tokens_T[rows_R + 2 + step]]
         return weights_R
@@ -84,8 +96,8 @@ class Objective(nn.Module):
     def unroll(self, pack: Pack, seed: int | None) -> list[Step]:
         """The head's steps over a pack, under autocast when training in bf16."""
         with torch.autocast(pack.tokens_T.device.type, torch.bfloat16, enabled=self.dtype is not None):
-            aux = pack.aux_TAP.to(self.dtype or self.head.fc.weight.dtype)
-            return self.head.unroll(pack.tokens_T, aux, pack.starts_T, self.rows(pack, seed), self.embedding_VH)
+            planes = pack.aux_TAP.to(self.working)
+            return self.head.unroll(pack.tokens_T, planes, pack.starts_T, self.rows(pack, seed), self.embedding_VH)
 
     def forward(self, pack: Pack | None, counts: Sequence[float], seed: int) -> Outcome:
         """Loss of one pack, given the global row counts of its optimizer step.
@@ -102,11 +114,11 @@ class Objective(nn.Module):
             zero = sum((parameter.sum() * 0 for parameter in self.parameters()), torch.zeros(()))
             return Outcome(zero, torch.zeros(self.settings.unroll_steps), [])
         loss, sums = ChunkedLoss.apply(
-            self.head.lm_head.weight,
+            self.draft_DH,
             self.teacher_DP,
             pack.final_FP,
             self.settings.loss,
-            self.dtype or self.head.lm_head.weight.dtype,
+            self.working,
             [pack.teacher_T[step.rows_R + 1 + k] for k, step in enumerate(steps)],
             [self.weights(pack, step.rows_R, k) / counts[k] for k, step in enumerate(steps)],
             *(step.hidden_RH for step in steps),
@@ -128,7 +140,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
         hits_RK (1.0 where head and target have the same argmax) and accept_RK (sum over the vocabulary of
         min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
     """
-    head, dtype = objective.head, objective.dtype or objective.head.lm_head.weight.dtype
+    head, dtype = objective.head, objective.working
     final_FP, chunk = pack.final_FP.to(dtype), sizes(pack.final_FP.device).chunk
     shape = (steps[0].rows_R.numel(), len(steps))
     hits_RK, accept_RK = (torch.full(shape, torch.nan, device=final_FP.device) for _ in range(2))
@@ -142,7 +154,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
             if not within.numel():
                 continue
             local = index_R[within] - first
-            q_RD = (step.hidden_RH[within].to(dtype) @ head.lm_head.weight.to(dtype).T).float()
+            q_RD = (step.hidden_RH[within].to(dtype) @ objective.draft_DH.to(dtype).T).float()
             place = torch.searchsorted(steps[0].rows_R, step.rows_R[within])
             hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float()
             accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from models.eagle3 import Eagle3Head
+from models.drafts import DraftHead
 from models.errors import Refused
 from train.config import OptimConfig
 
@@ -41,7 +41,7 @@ def schedule(optim: OptimConfig, step: int, total: int) -> float:
 class Optimizer:
     """One or two torch optimizers that step together, over whole or sharded (DTensor) parameters."""
 
-    def __init__(self, head: Eagle3Head, settings: OptimConfig) -> None:
+    def __init__(self, head: DraftHead, settings: OptimConfig) -> None:
         self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
         body = [p for p, name in self.names.items() if p.dim() == 2 and not name.startswith("lm_head")]
         chosen = set(body) if settings.muon_lr is not None else set()

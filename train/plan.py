@@ -35,7 +35,8 @@ import torch
 
 from featurize.spool import epoch_random, shard_order
 from featurize.tokenised import Document
-from models.eagle3 import Eagle3Config
+from models.drafts import HeadConfig
+from models.mtp import MtpConfig
 
 DRAWN = 0.95
 """Share of a step's room that is drawn for it: the rest is what balance needs."""
@@ -46,8 +47,9 @@ class Costs:
     """Multiply-adds of a head's forward pass; backward is about twice that throughout, so it changes no ratio.
 
     Attributes:
-        token: fc, key and value of one position. row: query, output, MLP, own key and value, and draft logits
-            of one row at one step. key: score and value of one row and one key of its past.
+        token: fc (or an MTP head's projection), key and value of one position.
+        row: query, output, MLP, own key and value, and draft logits of one row at one step; the projection again.
+        key: score and value of one row and one key of its past.
         teacher: the target's draft logits of one position; a third, since they have no backward.
         row_share: share of the rows that each step hands to the next.
     """
@@ -59,14 +61,17 @@ class Costs:
     row_share: float
 
     @classmethod
-    def of(cls, head: Eagle3Config, row_share: float) -> Costs:
+    def of(cls, head: HeadConfig, row_share: float) -> Costs:
         """Costs of a head of this shape."""
         hidden, wide = head.hidden_size, head.num_attention_heads * head.head_dim
-        key_value = 2 * (2 * hidden) * head.num_key_value_heads * head.head_dim
-        body = 2 * hidden * wide + wide * hidden + 3 * hidden * head.intermediate_size
+        mtp = isinstance(head, MtpConfig)  # one projection joins both inputs, at every row
+        fused = (2 if mtp else len(head.aux_layers)) * head.target_hidden_size * hidden
+        inputs = hidden if mtp else 2 * hidden  # of the attention
+        key_value = 2 * inputs * head.num_key_value_heads * head.head_dim
+        body = inputs * wide + wide * hidden + 3 * hidden * head.intermediate_size
         return cls(
-            token=len(head.aux_layers) * head.target_hidden_size * hidden + key_value,
-            row=body + key_value + hidden * head.draft_vocab_size,
+            token=fused + key_value,
+            row=body + key_value + hidden * head.draft_vocab_size + (fused if mtp else 0),
             key=2 * wide,
             teacher=head.target_hidden_size * head.draft_vocab_size / 3,
             row_share=row_share,

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from models.artefact import read_json, replacing_directory, write_json, write_tensors
 from models.checkpoint import load_head, save_head
-from models.eagle3 import Eagle3Head
+from models.drafts import DraftHead
 from models.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def save(root: Path, checkpoint: Checkpoint, head: Eagle3Head, target: dict[str, str], about: dict[str, Any]) -> Path:
+def save(root: Path, checkpoint: Checkpoint, head: DraftHead, target: dict[str, str], about: dict[str, Any]) -> Path:
     """Write one checkpoint; it appears whole or not at all.
 
     Args:

@@ -11,6 +11,9 @@ explain what M will) on u_0, then M on what is left over all steps together, tru
 costs least (reduced-rank regression), the features of later steps being those that M itself gives. Last, one
 number scales norm so that the logits are as sure as they are right.
 
+A head without fc has its feature given, and only the second regression. A new MTP head has one projection of both
+inputs, h_k = W x_k with f_k = norm(h_{k-1}), and so one regression, of W on u_k over all steps.
+
 On the demo's data this starts at a KL where plain training stands after 150 optimizer steps.
 
 Legend: R rows, P = H hidden, W regressors, S rank of M, K steps of the fit, G groups and M heads per group of the
@@ -22,14 +25,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import embedding, rms_norm
 
 from models.checkpoint import differing_options, load_head
-from models.eagle3 import Attention, Eagle3Config, Eagle3Head
+from models.drafts import DraftHead, HeadConfig
+from models.eagle3 import Attention, Eagle3Head
 from models.errors import Refused
+from models.mtp import MtpHead
 from train.objective import Objective
 from train.packs import Pack, supervised_rows
 from train.plan import Corpus
@@ -49,7 +55,7 @@ ROWS_AT_ONCE = 16384
 """Most rows of a pack that are looked at; they are held in fp32, planes and all."""
 
 
-def load_start(directory: Path, config: Eagle3Config, target: dict[str, str]) -> Eagle3Head:
+def load_start(directory: Path, config: HeadConfig, target: dict[str, str]) -> DraftHead:
     """The head of a checkpoint, to be trained on; its draft vocabulary and norm epsilon are its own.
 
     Args:
@@ -66,12 +72,12 @@ def load_start(directory: Path, config: Eagle3Config, target: dict[str, str]) ->
     return head
 
 
-def rows_wanted(config: Eagle3Config) -> int:
+def rows_wanted(config: HeadConfig) -> int:
     """How many rows the regressions should see."""
-    return ROWS_PER_REGRESSOR * (len(config.aux_layers) * config.target_hidden_size + config.hidden_size)
+    return ROWS_PER_REGRESSOR * (len(config.planes) * config.target_hidden_size + config.hidden_size)
 
 
-def sample(config: Eagle3Config, corpus: Corpus, documents: Sequence[int]) -> list[int]:
+def sample(config: HeadConfig, corpus: Corpus, documents: Sequence[int]) -> list[int]:
     """Documents with about as many rows as the regressions should see, from a few stretches of `documents`.
 
     One process reads them while the others wait, so their number is bounded however few rows they have.
@@ -90,7 +96,8 @@ class Rows:
     """Rows of a pack that all K steps of the fit supervise.
 
     Attributes:
-        planes_RW: what fc reads. embedded_KRH: normed embeddings of the fed tokens. wanted_KRH: u_k, of RMS 1.
+        planes_RW: what fc reads, or the feature. embedded_KRH: normed embeddings of the fed tokens. wanted_KRH: u_k, of
+            RMS 1.
     """
 
     planes_RW: torch.Tensor
@@ -101,18 +108,29 @@ class Rows:
     def of(cls, objective: Objective, pack: Pack) -> Rows:
         """Read from a pack, in the precision of the head's weights."""
         head, steps = objective.head, min(STEPS, objective.settings.unroll_steps)
-        like, rows_R = head.fc.weight, supervised_rows(pack.spans, steps - 1).to(pack.tokens_T.device)
+        like, rows_R = output_norm(head).weight, supervised_rows(pack.spans, steps - 1).to(pack.tokens_T.device)
         rows_R = rows_R[:: -(-len(rows_R) // ROWS_AT_ONCE) or 1]
         following_KR = torch.stack([rows_R + 1 + k for k in range(steps)])
         embedded_KRH = embedding(pack.tokens_T[following_KR], objective.embedding_VH).to(like)
         final_KRH = pack.final_FP[pack.teacher_T[following_KR]].to(like)
         # A channel that the target's norm silences says nothing of the direction before it.
-        direction_KRH = torch.where(head.norm.weight == 0, 0, final_KRH / head.norm.weight)
+        direction_KRH = torch.where(like == 0, 0, final_KRH / like)
+        planes_RAP = pack.aux_TAP[rows_R].to(like)
         return cls(
-            head.planes(pack.aux_TAP[rows_R].to(like)),
-            head.midlayer.input_layernorm(embedded_KRH),
+            head.planes(planes_RAP) if isinstance(head, Eagle3Head) else head.fuse(planes_RAP),
+            input_norm(head)(embedded_KRH),
             rms_norm(direction_KRH, direction_KRH.shape[-1:], eps=head.config.rms_norm_eps),
         )
+
+
+def input_norm(head: DraftHead) -> Any:
+    """The norm of the fed tokens' embeddings."""
+    return head.midlayer.input_layernorm if isinstance(head, Eagle3Head) else head.embedding_norm
+
+
+def output_norm(head: DraftHead) -> Any:
+    """The norm before the lm_head."""
+    return head.norm if isinstance(head, Eagle3Head) else head.final_norm
 
 
 class Regression:
@@ -152,7 +170,8 @@ class Regression:
 
 @torch.no_grad()
 def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None:
-    """Give fc, v_proj, o_proj and norm of a head that `initialise` has made their least-squares values, in place.
+    """Give fc, v_proj, o_proj and norm of a head that `initialise` has made their least-squares values, in place; of an
+    MTP head the projection and the last norm.
 
     Does nothing for a head of another width than its target's, which has no output space to regress on, nor where
     no row is supervised at all steps.
@@ -163,16 +182,28 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
     head, config = objective.head, objective.head.config
     if config.hidden_size != config.target_hidden_size:
         return
-    width, hidden = head.fc.in_features, config.hidden_size
+    hidden, norm = config.hidden_size, output_norm(head)
     with_rows = next((pack for pack in packs() if len(Rows.of(objective, pack).planes_RW)), None)
     if with_rows is None:
         return
-    features = Regression(width + hidden, hidden, head.fc.weight)
-    for rows in (Rows.of(objective, pack) for pack in packs()):
-        features.add(torch.cat((rows.planes_RW, rows.embedded_KRH[0]), -1), rows.wanted_KRH[0])
-    whole_WH = features.solve()
-    head.fc.weight.copy_(whole_WH[:width].T)
-    map_WH = torch.cat((whole_WH[width:], torch.zeros_like(whole_WH[width:])))
+    map_WH = norm.weight.new_zeros(2 * hidden, hidden)
+    if not isinstance(head, Eagle3Head):
+        for sweep in range(SWEEPS):
+            projection = Regression(2 * hidden, hidden, map_WH)
+            for rows in (Rows.of(objective, pack) for pack in packs()):
+                add_projected(projection, objective, rows, map_WH if sweep else None)
+            map_WH = projection.solve()
+        head.input_proj.weight.copy_(map_WH.T)
+        calibrate(objective, with_rows)
+        return
+    if isinstance(head.fc, torch.nn.Linear):
+        width = head.fc.in_features
+        features = Regression(width + hidden, hidden, map_WH)
+        for rows in (Rows.of(objective, pack) for pack in packs()):
+            features.add(torch.cat((rows.planes_RW, rows.embedded_KRH[0]), -1), rows.wanted_KRH[0])
+        whole_WH = features.solve()
+        head.fc.weight.copy_(whole_WH[:width].T)
+        map_WH[:hidden] = whole_WH[width:]
     for _ in range(SWEEPS):
         layer = Regression(2 * hidden, hidden, map_WH)
         for rows in (Rows.of(objective, pack) for pack in packs()):
@@ -183,13 +214,27 @@ def fit_start(objective: Objective, packs: Callable[[], Iterable[Pack]]) -> None
     calibrate(objective, with_rows)
 
 
+def add_projected(regression: Regression, objective: Objective, rows: Rows, map_WH: torch.Tensor | None) -> None:
+    """What an MTP head's projection has to explain at each step; without a present one, at the first."""
+    head, feature_RH = objective.head, rows.planes_RW
+    assert isinstance(head, MtpHead)
+    for k, (embedded_RH, wanted_RH) in enumerate(zip(rows.embedded_KRH, rows.wanted_KRH, strict=True)):
+        wide_RW = torch.cat(head.ordered(embedded_RH, head.hidden_norm(feature_RH)), -1)
+        regression.add(wide_RW, wanted_RH, objective.settings.weight(k))
+        if map_WH is None:
+            return
+        output_RH = wide_RW @ map_WH
+        feature_RH = head.final_norm(output_RH) if head.family.normed_feedback else output_RH
+
+
 def add_steps(regression: Regression, objective: Objective, rows: Rows, map_WH: torch.Tensor) -> None:
     """What is left to explain at each step, the features of later ones being as the present M gives them."""
-    head, decay = objective.head, objective.settings.decay
+    head = objective.head
+    assert isinstance(head, Eagle3Head)
     feature_RH = head.fc(rows.planes_RW)
     for k, (embedded_RH, wanted_RH) in enumerate(zip(rows.embedded_KRH, rows.wanted_KRH, strict=True)):
         wide_RW = torch.cat((embedded_RH, head.midlayer.hidden_norm(feature_RH)), -1)
-        regression.add(wide_RW, wanted_RH - feature_RH, decay**k)
+        regression.add(wide_RW, wanted_RH - feature_RH, objective.settings.weight(k))
         feature_RH = head.feedback(feature_RH + wide_RW @ map_WH)
 
 
@@ -207,14 +252,14 @@ def write_layer(attention: Attention, value_WS: torch.Tensor, output_SH: torch.T
 
 def calibrate(objective: Objective, pack: Pack) -> None:
     """Scale norm, and with it all logits, by the number that makes the cross-entropy on a pack least."""
-    head = objective.head
-    scales = torch.linspace(0.05, 1.5, 59, device=head.norm.weight.device)
+    norm = output_norm(objective.head)
+    scales = torch.linspace(0.05, 1.5, 59, device=norm.weight.device)
     costs = torch.zeros_like(scales)
     for k, step in enumerate(objective.unroll(pack, None)):
         some_R = torch.linspace(0, len(step.rows_R) - 1, min(256, len(step.rows_R))).long().to(step.rows_R.device)
-        logits_RD = (step.hidden_RH[some_R].to(head.lm_head.weight) @ head.lm_head.weight.T).float()
+        logits_RD = (step.hidden_RH[some_R].to(objective.draft_DH) @ objective.draft_DH.T).float()
         final_RP = pack.final_FP[pack.teacher_T[step.rows_R[some_R] + 1 + k]]
-        p_RD = (final_RP.to(head.lm_head.weight) @ objective.teacher_DP.to(head.lm_head.weight).T).float().softmax(-1)
+        p_RD = (final_RP.to(objective.draft_DH) @ objective.teacher_DP.to(objective.draft_DH).T).float().softmax(-1)
         agreed = (p_RD * logits_RD).sum(-1).mean()
         costs += torch.stack([(logits_RD * s).logsumexp(-1).mean() - s * agreed for s in scales])
-    head.norm.weight.mul_(scales[costs.argmin()])
+    norm.weight.mul_(scales[costs.argmin()])

@@ -50,7 +50,7 @@ def test_b10_row_i_belongs_to_token_i_for_any_batch_size(
     tokens, aux, final = extract_unit(backend, tokenised, unit, batch_tokens, 64, done.append)
     assert torch.equal(tokens, tokenised.tokens)
     assert sum(done) == unit.tokens == len(aux)
-    assert len(final) == unit.teachers
+    assert len(final) == unit.finals
     teacher = 0
     for index, document in enumerate(tokenised.documents):
         rows = slice(tokenised.starts[index], tokenised.starts[index + 1])
@@ -169,7 +169,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     said = capsys.readouterr().out
     assert f"{len(tokenised.documents)} documents" in said
     assert f"{len(units) - 1} shards" in said
-    needed = sum(unit.tokens * (4 + 3 * 64 * 2) + unit.teachers * 64 * 2 for unit in units)
+    needed = sum(unit.tokens * (4 + 3 * 64 * 2) + unit.finals * 64 * 2 for unit in units)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": needed})())
     check_space(tmp_path, tokenised, units, units[1:], widths)
     with pytest.raises(Refused, match="GB free and .* are needed"):

@@ -26,7 +26,7 @@ from models.errors import Refused
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = Widths(64, 3, "bf16")
-UNITS = [Unit(i, 4 * i, 4 * i + 4, 100 + i, 50, f"key{i}") for i in range(10)]
+UNITS = [Unit(i, 4 * i, 4 * i + 4, 100 + i, 50, False, f"key{i}") for i in range(10)]
 SIZE = Spool(Path(), SpoolConfig(1.0), UNITS, WIDTHS).sizes[9]
 BOUND = int(4.5 * SIZE)
 ATTENDS = (
@@ -48,7 +48,7 @@ def spool(tmp_path: Path) -> Spool:
 
 
 def made(unit: Unit) -> Made:
-    planes = torch.full((unit.tokens, 3, 64), float(unit.first)).bfloat16(), torch.ones(unit.teachers, 64).bfloat16()
+    planes = torch.full((unit.tokens, 3, 64), float(unit.first)).bfloat16(), torch.ones(unit.finals, 64).bfloat16()
     return torch.zeros(unit.tokens, dtype=torch.int32), *planes
 
 

@@ -21,7 +21,7 @@ def save_trained(
     config = Eagle3Config.for_target(target, aux_layers(target, layers), DraftConfig(vocab_size=vocab, **draft))
     torch.manual_seed(0)
     head = Eagle3Head(config, torch.arange(1, 3 * vocab + 1, 3) if vocab else None)
-    initialise(head, target, torch.randn(50, len(config.aux_layers), config.target_hidden_size))
+    initialise(head, target, torch.randn(50, len(config.planes), config.target_hidden_size))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() == 1:

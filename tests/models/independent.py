@@ -95,14 +95,20 @@ class Served:
         if engine == "sglang":
             assert config["tie_word_embeddings"] is False and config["torch_dtype"]
         self.nested = config.get("eagle_config", {})
-        assert self.nested.get("use_aux_hidden_state", True) is True
-        self.count = config.get("num_aux_hidden_states") or len(self.nested["eagle_aux_hidden_state_layer_ids"])
+        self.fused = self.nested.get("use_aux_hidden_state", True)
+        if self.fused:
+            self.count = config.get("num_aux_hidden_states") or len(self.nested["eagle_aux_hidden_state_layer_ids"])
         self.frequencies, self.attention_factor = inverse_frequencies(config, engine)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
     def planes(self, layers: int) -> list[int]:
-        """Which residual streams (after i layers of the target) the engine captures, as it concatenates them."""
+        """Which residual streams (after i layers of the target) the engine captures, as it concatenates them.
+
+        -1 is the state after the final norm, which comes by itself.
+        """
+        if not self.fused:
+            return [-1]
         nested = self.nested.get("eagle_aux_hidden_state_layer_ids")
         default = [2, layers // 2, layers - 3]
         if self.engine == "sglang":
@@ -125,6 +131,8 @@ class Served:
 
     def fuse(self, wide: torch.Tensor) -> torch.Tensor:
         """Concatenated planes [T, A * P] -> features [T, H]."""
+        if not self.fused:
+            return wide
         assert wide.shape[1] == self.count * self.config["target_hidden_size"]
         if self.engine == "sglang" and wide.shape[1] == self.embedding.shape[1]:
             return wide

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norm_output": ({}, {"norm_output": True}),
     "norm_before_fc": ({}, {"norm_before_fc": True}),
     "fc_norm": ({}, {"fc_norm": True}),
+    "no fc, reduced vocabulary": ({}, {"use_aux_hidden_state": False}),
+    "no fc, full vocabulary, norm_output": ({}, {"use_aux_hidden_state": False, "vocab": None, "norm_output": True}),
     "all norms": ({}, {"norm_output": True, "norm_before_fc": True, "fc_norm": True, "layers": (2, 6), "vocab": None}),
     "explicit head_dim, one key-value head": ({}, {"head_dim": 24, "num_key_value_heads": 1}),
     "every head its own keys": ({"num_key_value_heads": 4, "hidden_size": 48, "head_dim": 16}, {}),
@@ -47,7 +49,7 @@ def trainers_logits(head, embedding, tokens, planes) -> list[torch.Tensor]:
     """Per unroll step, full-width logits [R, V] of every row that has the tokens it needs."""
     count = len(tokens)
     rows = [torch.arange(count - 1 - step) for step in range(STEPS)]
-    aux = planes[:, list(head.config.aux_layers)]
+    aux = planes[:, list(head.config.planes)]
     out = []
     with torch.no_grad():
         for step in head.unroll(tokens, aux, torch.zeros(count, dtype=torch.int64), rows, embedding):
@@ -110,6 +112,12 @@ def test_the_speculators_dialect_without_a_k_is_refused(make_target, tmp_path):
     with pytest.raises(Refused, match=r"set export\.k"):
         export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig(dialect="speculators"))
     assert not (tmp_path / "export").exists()
+
+
+def test_the_speculators_dialect_of_a_head_without_fc_is_refused(make_target, tmp_path):
+    target, _ = save_trained(make_target(), tmp_path / "checkpoint", use_aux_hidden_state=False)
+    with pytest.raises(Refused, match=r"a head without fc; use export\.dialect=plain"):
+        export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig(dialect="speculators", k=2))
 
 
 def test_b36_a_single_plane_which_sglang_would_not_fuse_is_refused(make_target, tmp_path):

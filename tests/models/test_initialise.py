@@ -26,6 +26,20 @@ def started(request, tiny_target_dir):
     return target, head, planes
 
 
+def test_b09_a_final_plane_as_feature_is_whitened_for_the_attention_and_stays_itself_in_the_residual(tiny_target_dir):
+    target = describe_target(TargetConfig(path=str(tiny_target_dir), dtype="float32"))
+    config = Eagle3Config.for_target(target, (2, 4, 5), DraftConfig(use_aux_hidden_state=False))
+    assert config.aux_layers == () and "fc.weight" not in Eagle3Head(config).state_dict()
+    head, planes = Eagle3Head(config), torch.randn(400, 1, 64)
+    planes[:, :, 7] *= 30
+    initialise(head, target, planes)
+    with torch.no_grad():
+        assert torch.equal(head.fuse(planes), planes[:, 0])
+        normed = head.midlayer.hidden_norm(head.fuse(planes))
+    sizes = normed.pow(2).mean(0).sqrt()
+    assert sizes.min() > 0.9 and sizes.max() < 1.1
+
+
 def test_no_channel_drowns_in_a_huge_one(started):
     _, head, planes = started
     with torch.no_grad():

@@ -21,8 +21,12 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 @cache
-def small_parts() -> SimpleNamespace:
-    """`model`, `head` (draft vocabulary of 8 of the 12 tokens) and `draft_model` (the target, blurred)."""
+def small_parts(kind: str = "eagle3") -> SimpleNamespace:
+    """`model`, `head` (draft vocabulary of 8 of the 12 tokens) and `draft_model` (the target, blurred).
+
+    Args:
+        kind: of the head: "eagle3", or "no fc", which reads the final plane.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
@@ -44,7 +48,7 @@ def small_parts() -> SimpleNamespace:
             target_hidden_size=32,
             vocab_size=VOCABULARY,
             draft_vocab_size=8,
-            aux_layers=(1, 2),
+            aux_layers=(1, 2) if kind == "eagle3" else (),
             intermediate_size=48,
             num_attention_heads=4,
             num_key_value_heads=2,

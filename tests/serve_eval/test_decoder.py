@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from models.config import DraftConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from models.planes import FINAL
 from models.target import aux_layers, describe_target
-from serve_eval.cache import Places, RaggedCache
+from serve_eval.cache import CachedModel, Places, RaggedCache
 from serve_eval.config import DraftingConfig
 from serve_eval.decoder import Answer, decode, measure_costs
 from serve_eval.drafters import HeadStepper, TreeDrafter, looked_up, make_drafter
@@ -51,6 +53,7 @@ BUSHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "eagle3": {},
+    "no fc": {"kind": "no fc"},
     "ngram": {"method": "ngram", "lookup_min": 1},
     "draft_model": {"method": "draft_model", "model": "-"},
 }
@@ -62,8 +65,10 @@ def by_hand() -> list[list[int]]:
     return [greedy_by_hand(small_parts().model, prompt.ids, NEW) for prompt in small_prompts(LENGTHS)]
 
 
-def decoded(k: int, prompts: list[Prompt], limit: int = NEW, stop: Sequence[int] = (), **settings: Any) -> list[Answer]:
-    parts = small_parts()
+def decoded(
+    k: int, prompts: list[Prompt], limit: int = NEW, stop: Sequence[int] = (), kind: str = "eagle3", **settings: Any
+) -> list[Answer]:
+    parts = small_parts(kind)
     drafter = make_drafter(DraftingConfig(**settings), k, **vars(parts)) if k else None
     return decode(parts.model, prompts, stop=set(stop), max_new_tokens=limit, drafter=drafter)
 
@@ -71,19 +76,19 @@ def decoded(k: int, prompts: list[Prompt], limit: int = NEW, stop: Sequence[int]
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_chains_return_the_targets_own_tokens(method: str, batch: int) -> None:
-    prompts = small_prompts(LENGTHS)
+    prompts, most = small_prompts(LENGTHS), 0
     for k in range(8):  # 0 is the target alone
         for first in range(0, 8 if batch == 8 else 2, batch):
             answers = decoded(k, prompts[first : first + batch], **METHODS[method])
             assert [answer.ids for answer in answers] == by_hand()[first : first + batch], f"k = {k}"
             assert all(len(answer.entropies) == NEW for answer in answers)
-        if batch == 8 and k:
-            assert max(n for answer in answers for n in answer.accepted if n is not None) >= min(k, 2)
+        most = max([most, *(n for answer in answers for n in answer.accepted if n is not None)])
+    assert batch == 1 or most >= (1 if method == "no fc" else 2), "chance is kinder to the others"
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("shape", BUSHES)
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("method", ["eagle3", "no fc", "draft_model"])
 def test_greedy_trees_return_the_targets_own_tokens(method: str, shape: str, batch: int) -> None:
     (k, settings), prompts = BUSHES[shape], small_prompts(LENGTHS)
     for first in range(0, 8 if batch == 8 else 2, batch):
@@ -192,22 +197,22 @@ def test_prompt_lookup_takes_the_longest_ending_at_its_first_place(text: list[in
     assert looked_up(text, 3, 2, 4) == wanted
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
-def test_drafts_are_those_of_the_trainers_unroll(parts, norm_output):
-    config = parts.head.config
-    head = Eagle3Head(type(config)(**vars(config) | {"norm_output": norm_output}), parts.head.ids_D)
-    head.load_state_dict(parts.head.state_dict())
+@pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"aux_layers": ()}], ids=str)
+def test_drafts_are_those_of_the_trainers_unroll(parts, changes):
+    config = dataclasses.replace(parts.head.config, **changes)
+    head = Eagle3Head(config, parts.head.ids_D)
+    head.load_state_dict({name: parts.head.state_dict()[name] for name in head.state_dict()})
     objective = Objective(head, parts.target, ObjectiveConfig(unroll_steps=5), "fp32")
     torch.manual_seed(2)
     length, k = 9, 5
     tokens = torch.randint(3, 300, (length + 1,))
-    aux = torch.randn(1, length, 3, 64)
+    aux = torch.randn(1, length, len(config.planes), 64)
     runner = TreeDrafter(HeadStepper(head, objective.embedding_VH, objective.teacher_VP), StaticTree.chain(k))
     told = Verified(tokens[None, :-1], tokens[None, 1:], torch.arange(length)[None], aux, torch.tensor([length - 1]))
     with torch.no_grad():
         drafts = runner.draft(told, torch.Generator()).tokens_BM[0, 1:]
     extended = torch.cat((tokens, drafts, torch.zeros(3, dtype=torch.int64)))
-    padded = torch.zeros(len(extended), 3, 64)
+    padded = torch.zeros(len(extended), len(config.planes), 64)
     padded[:length] = aux[0]
     pack = Pack(
         tokens_T=extended,
@@ -223,6 +228,16 @@ def test_drafts_are_those_of_the_trainers_unroll(parts, norm_output):
         unrolled = [int(head.ids_D[head.lm_head(step.hidden_RH[0]).argmax()]) for step in steps]
     assert [int(step.rows_R[0]) for step in steps] == [length - 1] * k
     assert unrolled == drafts.tolist()
+
+
+def test_b09_a_drafter_that_reads_the_final_plane_is_given_it_after_the_norm(parts) -> None:
+    ids = torch.randint(3, 300, (1, 9))
+    with torch.no_grad():
+        logits, planes = CachedModel(parts.model, (FINAL, 2)).read(ids, Places.line(torch.arange(9)[None]))
+        whole = parts.model(ids, output_hidden_states=True)
+    assert planes.shape == (1, 9, 2, 64)
+    torch.testing.assert_close(parts.model.lm_head(planes[:, :, 0]), whole.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(planes[:, :, 1], whole.hidden_states[2], rtol=1e-4, atol=1e-4)
 
 
 def test_drafting_continues_from_the_cache_as_if_it_had_seen_everything_at_once(parts):
@@ -268,8 +283,8 @@ def test_ragged_cache_shows_a_node_the_text_and_its_ancestors() -> None:
 
 def test_costs_are_measured_for_every_length_of_chain() -> None:
     parts = small_parts()
-    for settings in METHODS.values():
-        chain = DraftingConfig(**settings)
+    for method in ("eagle3", "ngram", "draft_model"):
+        chain = DraftingConfig(**METHODS[method])
         verify, draft = measure_costs(parts.model, lambda k: make_drafter(chain, k, **vars(parts)), 2, 8, 1)  # noqa: B023
         assert (len(verify), len(draft)) == (3, 2)
         assert min(verify + draft) > 0

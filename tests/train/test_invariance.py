@@ -149,7 +149,7 @@ def logit_gradients(case: Case, pack: Pack) -> list[dict[int, torch.Tensor]]:
     """Per unroll step: row -> gradient of the loss in the row's draft logits, read through the hidden states."""
     outcome = case.objective(pack, case.counts, 0)
     hidden = [step.hidden_RH for step in outcome.steps]
-    weight_DH = case.objective.head.lm_head.weight.detach()
+    weight_DH = case.objective.draft_DH.detach()
     found = []
     for step, gradient_RH in zip(outcome.steps, torch.autograd.grad(outcome.loss, hidden), strict=True):
         gradient_RD = gradient_RH @ torch.linalg.pinv(weight_DH)  # exact: D < H, so the rows of W are independent
@@ -188,7 +188,7 @@ def test_b14_the_rows_with_a_gradient_and_their_teachers_are_those_of_the_table(
     steps = objective.unroll(pack, None)
     for k, rows in enumerate(table):
         for place, (row, teacher) in enumerate(sorted(rows.items())):
-            q = objective.head.lm_head(steps[k].hidden_RH[place]).softmax(-1)
+            q = (objective.draft_DH @ steps[k].hidden_RH[place]).softmax(-1)
             p = (final_8H[teacher] @ objective.teacher_VP.T)[objective.head.ids_D].softmax(-1)
             wanted = objective.settings.decay**k * (q - p) / case.counts[k]
             assert wanted.abs().max() > 1e-6

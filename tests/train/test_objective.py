@@ -97,7 +97,9 @@ def test_a_tied_targets_embedding_and_head_are_one_tensor():
 
 def draft_one_at_a_time(objective: Objective, pack: Pack, row: int, steps: int) -> list[torch.Tensor]:
     """Draft logits [D] of one row, step after step, with a plain list as its key-value cache."""
-    head, layer = objective.head, objective.head.midlayer
+    head = objective.head
+    assert isinstance(head, Eagle3Head)
+    layer = head.midlayer
     start = int(pack.starts_T[row])
     keys, values, outputs = [], [], []
 
@@ -144,7 +146,8 @@ def oracle_loss(objective: Objective, pack: Pack, counts: list[float]) -> torch.
             logits = draft_one_at_a_time(objective, pack, row, k + 1)[k]
             teacher = pack.final_FP[pack.teacher_T[row + 1 + k]] @ objective.teacher_VP.T
             p = teacher[objective.head.ids_D].softmax(-1)
-            total = total + settings.decay**k * divergence_oracle(settings.loss, p, logits) / counts[k]
+            weight = settings.decay**k if settings.step_weights is None else settings.step_weights[k]
+            total = total + weight * divergence_oracle(settings.loss, p, logits) / counts[k]
     return total
 
 
@@ -159,6 +162,8 @@ DOCUMENTS = [(9, [(3, 9)]), (4, [(2, 4)]), (12, [(0, 3), (5, 11)]), (3, [])]
         ({"norm_before_fc": True}, {}),
         ({"fc_norm": True}, {}),
         ({"draft_vocab_size": 20}, {}),
+        ({"aux_layers": ()}, {}),
+        ({"aux_layers": ()}, {"step_weights": [0.5, 0.3, 0.15, 0.05]}),
         ({}, {"loss": "ce"}),
         ({}, {"loss": "nla"}),
         ({}, {"loss": "lk_hybrid"}),
@@ -170,6 +175,8 @@ def test_b17_unrolled_loss_and_gradients_equal_drafting_one_token_at_a_time(chan
     torch.manual_seed(1)
     objective = make_objective(random_head(**changes), **settings)
     pack = random_pack(DOCUMENTS)
+    if not objective.head.config.aux_layers:
+        pack = dataclasses.replace(pack, aux_TAP=pack.aux_TAP[:, :1])  # the final plane
     counts = [float(row_count(pack.spans, k)) for k in range(4)]
     parameters = list(objective.head.parameters())
     outcome = objective(pack, counts, seed=0)

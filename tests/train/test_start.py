@@ -22,9 +22,12 @@ from train.plan import Corpus, Costs
 HIDDEN, VOCABULARY, LENGTH = 24, 60, 600
 
 
-@pytest.fixture
-def world() -> tuple[Objective, Pack]:
-    """A target whose next state is linear in its present one and the token between; planes mix the present one."""
+@pytest.fixture(params=[(1, 2), ()], ids=["two planes", "no fc"])
+def world(request: pytest.FixtureRequest) -> tuple[Objective, Pack]:
+    """A target whose next state is linear in its present one and the token between; planes mix the present one.
+
+    A head without fc reads the present state itself.
+    """
     torch.manual_seed(0)
     embedding = rms_norm(torch.randn(VOCABULARY, HIDDEN), (HIDDEN,))
     lm_head, final_norm = torch.randn(VOCABULARY, HIDDEN), torch.rand(HIDDEN) + 0.5
@@ -56,7 +59,7 @@ def world() -> tuple[Objective, Pack]:
         target_hidden_size=HIDDEN,
         vocab_size=VOCABULARY,
         draft_vocab_size=VOCABULARY,
-        aux_layers=(1, 2),
+        aux_layers=request.param,
         intermediate_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -65,6 +68,8 @@ def world() -> tuple[Objective, Pack]:
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+    if not request.param:
+        pack = dataclasses.replace(pack, aux_TAP=pack.final_FP[:, None])
     head = Eagle3Head(config)
     initialise(head, target, pack.aux_TAP)
     return Objective(head, target, ObjectiveConfig(unroll_steps=3), "fp32"), pack
@@ -134,7 +139,8 @@ def test_packs_without_rows_are_passed_over(world):
     assert all(torch.equal(value, before[name]) for name, value in objective.head.state_dict().items())
     start.fit_start(objective, lambda: [empty, pack])
     assert all(value.isfinite().all() for value in objective.head.state_dict().values())
-    assert not torch.equal(objective.head.fc.weight, before["fc.weight"])
+    changed = "midlayer.self_attn.o_proj.weight"
+    assert not torch.equal(objective.head.state_dict()[changed], before[changed])
 
 
 def test_the_scale_of_planes_is_measured_on_few_positions_of_long_documents():
