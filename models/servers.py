@@ -32,6 +32,7 @@ import httpx
 
 from models.config import EngineConfig, masked_arguments, masked_variables
 from models.errors import Refused
+from models.families import vllm_arguments
 from models.ports import claim_port
 
 log = logging.getLogger(__name__)
@@ -116,14 +117,17 @@ def _local(path: str) -> str:
 
 
 def command(engine: EngineConfig, target_path: str, port: int, purpose: Sequence[str] = ()) -> list[str]:
-    """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone."""
+    """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone.
+
+    What the target's family needs comes before `engine.arguments`, which may say otherwise.
+    """
     words = [str(find_interpreter(engine)), "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", _local(target_path), "--served-model-name", "target"]
     words += ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
     words += ["--max-model-len", str(engine.max_model_len)]
     if engine.tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
-    return [*words, *purpose, *engine.arguments]
+    return [*words, *vllm_arguments(_local(target_path)), *purpose, *engine.arguments]
 
 
 def own_environment(engine: EngineConfig) -> dict[str, str]:
