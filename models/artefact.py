@@ -68,18 +68,20 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     """Like `replacing`, for a new directory: its files are flushed, then it appears whole under `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    aside = temporary.with_suffix(".old.tmp")
     temporary.mkdir()
     try:
         yield temporary
         for file in temporary.iterdir():
             _flush(file)
         _flush(temporary)
-        if path.exists():
-            shutil.rmtree(path)
+        if path.exists():  # a directory cannot be renamed over another: the old one steps aside whole
+            os.replace(path, aside)
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (temporary, aside):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -140,6 +142,15 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     """Write a safetensors file atomically; equal tensors and metadata give equal bytes."""
     with replacing(path) as temporary, telling_disk_errors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata or {}))
+
+
+def differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two JSON values differ: dotted key, value there, value here. A missing key is one that is null."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*was, *now]):
+            yield from differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif was != now:
+        yield key, was, now
 
 
 def fingerprint(value: Any) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 
 from models.artefact import file_sha256, read_json, read_json_lines, write_bytes
 from models.config import ExportConfig
+from models.serving import Family, family
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 USUAL_K = 3
 """Draft tokens in the commands of a head that was neither evaluated nor trained here."""
@@ -81,6 +82,21 @@ def draft_tokens(story: Story, weights: str | None, settings: ExportConfig) -> i
     return settings.k or evaluated.get("best_k") or story.trained_steps
 
 
+def public_name(given: str) -> str:
+    """What a target is called where the card is read: its name on the hub, else that of its directory, never a path.
+
+    Args:
+        given: how the run named it, a directory or a name on the hub.
+    """
+    directory = Path(given).expanduser()
+    if not directory.is_dir():
+        return given
+    known = _read(directory / "config.json").get("_name_or_path")
+    if isinstance(known, str) and HUB_NAME.fullmatch(known) and not Path(known).exists():
+        return known
+    return directory.resolve().name
+
+
 def _table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -129,11 +145,12 @@ def worth(story: Story, weights: str) -> str:
     return "Not evaluated, and its training left no validation here: n/a."
 
 
-def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str) -> str:
-    """The section with the commands."""
+def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str, remarks: Family) -> str:
+    """The section with the commands, for a target of a family with these remarks."""
     directory, target = settings.push_to or ".", settings.base_model
     speculative = json.dumps({"method": "eagle3", "model": directory, "num_speculative_tokens": k})
-    vllm = f"vllm serve {target} --dtype {dtype} --speculative-config '{speculative}'"
+    arguments = " ".join((f"--dtype {dtype}", *remarks.vllm_arguments))
+    vllm = f"vllm serve {target} {arguments} --speculative-config '{speculative}'"
     sglang = (
         f"python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm EAGLE3 \\\n"
         f"    --speculative-draft-model-path {directory} --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n"
@@ -144,6 +161,8 @@ def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str) 
     text = named + f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
     if "speculators_config" in config:
         return text + "SGLang does not read this dialect (speculators); export it with `export.dialect=plain`."
+    if reason := remarks.unserved.get("SGLang"):
+        return text + f"SGLang does not serve this target with a head: {reason}."
     return text + f"With SGLang{where}:\n\n```bash\n{sglang}\n```"
 
 
@@ -229,7 +248,7 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
         "output stays the target's. It holds no embedding and works with this target only.",
         _table(["what", "value"], shape),
         "## Serving",
-        serving(config, settings, k or USUAL_K, dtype) + guess,
+        serving(config, settings, k or USUAL_K, dtype, family(record.get("target_type"))) + guess,
         "## What it is worth",
         worth(story, weights),
         "## What it was made from",

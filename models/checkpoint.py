@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -45,6 +46,13 @@ def describe(target: Target) -> dict[str, str]:
     return {"config_hash": target.config_hash, "weights_hash": target.weights_hash}
 
 
+def differing_target(made_for: Mapping[str, str], its: Mapping[str, str]) -> str:
+    """In which hash two descriptions of a target differ, with both; empty when it is one target."""
+    names = {"config_hash": "configuration", "weights_hash": "weights"}
+    told = [f"{names[key]} {made_for.get(key)}, here {its[key]}" for key in names if made_for.get(key) != its[key]]
+    return "; ".join(told)
+
+
 def save_head(
     directory: Path, head: DraftHead, target: dict[str, str], weights: Mapping[str, torch.Tensor] | None = None
 ) -> None:
@@ -73,16 +81,25 @@ def load_head(directory: Path) -> tuple[DraftHead, dict[str, Any]]:
     except (FileNotFoundError, SafetensorError) as error:
         raise Refused(f"{directory} holds no complete head ({error})") from None
     kinds: dict[str, type[Eagle3Config | MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
-    if meta["algorithm"] not in kinds:
-        raise Refused(f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of eagle3, mtp")
-    config = kinds[meta["algorithm"]].from_dict(meta["config"])
     offsets = tensors.pop("d2t", None)
-    head = make_head(config, None if offsets is None else ids_from_offsets(offsets))
-    wanted, found = set(head.state_dict()), set(tensors)
-    if wanted != found:
-        raise Refused(f"{directory}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
-    head.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
-    return head, meta["target"]
+    try:
+        if meta["algorithm"] not in kinds:
+            raise Refused(f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of eagle3, mtp")
+        config, made_for = kinds[meta["algorithm"]].from_dict(meta["config"]), dict(meta["target"])
+        head = make_head(config, None if offsets is None else ids_from_offsets(offsets))
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or repr(error)
+        raise Refused(f"{directory}/head.json describes no draft head ({reason}); copy the checkpoint again") from None
+    wanted, found = head.state_dict(), tensors
+    if wanted.keys() != found.keys():
+        missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+        raise Refused(f"{directory}: missing {missing}, unexpected {extra}")
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape:
+            shapes = f"{tuple(tensor.shape)}, head.json says {tuple(wanted[name].shape)}"
+            raise Refused(f"{directory}: {name} has shape {shapes}; copy the checkpoint again")
+    head.load_state_dict({name: tensor.to(torch.float32) for name, tensor in found.items()})
+    return head, made_for
 
 
 def _algorithm(config: HeadConfig) -> str:

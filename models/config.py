@@ -125,6 +125,8 @@ class ExportConfig:
             raise ValueError(f"export.dialect={self.dialect} is not one of plain, speculators")
         if self.k is not None and self.k < 1:
             raise ValueError(f"export.k={self.k} must be at least 1")
+        if self.base_model is not None and (self.base_model[:1] in ("/", ".", "~") or self.base_model.count("/") > 1):
+            raise ValueError(f"export.base_model={self.base_model} is a path; the model card names no path")
         if self.push_to is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to):
             raise ValueError(f"export.push_to={self.push_to} is not of the form owner/name")
 

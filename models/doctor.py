@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from models.artefact import read_json, tensor_sha256
 from models.config import TargetConfig
-from models.doctor_config import BOTH, Finding, judge_config, judge_planes, judge_target, judge_tensors
+from models.doctor_config import BOTH, Finding, judge_config, judge_planes, judge_tensors
+from models.doctor_origin import Record, judge_origin
+from models.doctor_target import judge_family, judge_rope, judge_target
 from models.doctor_values import judge_values
 from models.errors import Refused
 from models.heads import HeadFiles
@@ -35,33 +35,21 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
     Raises:
         Refused: there is no head that can be read.
     """
-    head = HeadFiles.open(directory)
+    head, record = HeadFiles.open(directory), Record.of(directory)
+    trained = record.config.rope_parameters if record is not None and record.config is not None else None
+    model_type = target.config.model_type if target is not None else record.target_type if record is not None else None
     found = [
         *judge_config(head),
         *judge_planes(head, target.num_layers if target is not None else None),
         *judge_tensors(head),
         *(judge_target(head, target) if target is not None else ()),
-        *_judge_origin(head, target),
+        *judge_rope(head, trained, target),
+        *judge_family(model_type),
+        *(judge_origin(head, record, target) if record is not None else ()),
         *judge_values(head, target),
     ]
     kept = [finding for finding in found if engine is None or engine in finding.engines]
     return sorted(kept, key=lambda finding: not finding.wrong)
-
-
-def _judge_origin(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
-    """What an export of ours says of its tensors and of its target: weights, which no version of a library changes."""
-    path = head.directory / "export.json"
-    record = read_json(path) if path.exists() else {}
-    tensors = record.get("tensors", {}) if isinstance(record, dict) else None
-    if not isinstance(tensors, dict) or not all(isinstance(told, dict) for told in tensors.values()):
-        raise Refused(f"{path} is no record of an export; export the head again")
-    for name, stored in sorted(head.tensors.items()):
-        told = tensors.get(stored.name)
-        if told is not None and told.get("sha256") != tensor_sha256(head.read(name)):
-            yield Finding(name, "is not the tensor that was exported (export.json): served as it is")
-    made_for = record.get("target", {}).get("weights_hash")
-    if target is not None and made_for not in (None, target.weights_hash):
-        yield Finding("export.json", "the head was made for a target with other weights: fewer drafts are accepted")
 
 
 def _line(text: str) -> str:
@@ -99,9 +87,9 @@ def main() -> None:
     engine = next((name for name in BOTH if name.lower() == asked.engine), None)
     console = Console(highlight=False)
     try:
-        target = describe_target(TargetConfig(path=asked.target)) if asked.target else None
+        target = describe_target(TargetConfig(path=asked.target), "--target ") if asked.target else None
         findings = diagnose(asked.directory, target, engine)
-    except Refused as error:
+    except (Refused, OSError) as error:
         print(f"doctor: {_line(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)
     show(findings, console)

@@ -11,12 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.config import DraftConfig
-from models.eagle3 import Eagle3Config
 from models.engines import expected_tensors
-from models.errors import Refused
-from models.heads import IDS, HeadFiles, same_rotation
-from models.target import Target
+from models.heads import IDS, HeadFiles
 
 VLLM, SGLANG = ("vLLM",), ("SGLang",)
 BOTH = (*VLLM, *SGLANG)
@@ -39,8 +35,6 @@ NEEDED = (
     "max_position_embeddings",
 )
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings", "attention_bias")
-RAISED = ("default", "linear", "llama3", "ntk", "proportional")
-"""Rope types for which vLLM raises a draft's context to the target's; for others it lowers the target's."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +195,8 @@ def _missing(head: HeadFiles, name: str) -> Iterator[Finding]:
 
 
 def _unexpected(name: str, zero: bool) -> Iterator[Finding]:
-    if "inv_freq" in name or name in ("d2t", "t2d") or name.startswith("layers."):
-        return  # skipped by both engines, or told elsewhere
+    if name in ("d2t", "t2d") or name.startswith("layers."):
+        return  # told elsewhere
     if name == "mask_hidden":
         yield Finding(name, "belongs to a head that drafts in parallel (P-EAGLE): skipped", wrong=False)
     elif name.endswith(".bias"):
@@ -252,38 +246,3 @@ def judge_planes(head: HeadFiles, depth: int | None) -> Iterator[Finding]:
     if head.vllm_planes is None and head.sglang_planes is not None:
         said = "only in eagle_config: the V1 runner (no Triton, or VLLM_USE_V2_MODEL_RUNNER=0) is off by one"
         yield Finding(IDS, said, VLLM, wrong=False)
-
-
-def judge_target(head: HeadFiles, target: Target) -> Iterator[Finding]:
-    """The configuration against the target's."""
-    config = head.config
-    for key, mine, its in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
-    ):
-        if mine != its:
-            yield Finding(key, f"is {mine}, the target's is {its}: shapes do not fit")
-    if config.hidden_size != target.hidden_size and "embed_tokens.weight" not in head.tensors:
-        yield Finding("hidden_size", f"is {config.hidden_size}, and the target's embedding has {target.hidden_size}")
-    try:
-        whole = Eagle3Config.for_target(target, (1,), DraftConfig())
-    except Refused as error:
-        yield Finding("rope", f"and context were not compared: {error}", wrong=False)
-        return
-    contexts = config.max_position_embeddings, whole.max_position_embeddings
-    mine, wanted = config.rope_parameters, whole.rope_parameters
-    if contexts[0] < contexts[1]:
-        yield Finding(
-            "max_position_embeddings", f"is {contexts[0]}, the target's is {contexts[1]}: not started", SGLANG
-        )
-        if (kind := mine.get("rope_type")) not in RAISED:
-            said = f"is {contexts[0]}: with rope type {kind}, the server's context is cut to it"
-            yield Finding("max_position_embeddings", said, VLLM)
-    try:
-        alike = same_rotation((mine, contexts[0]), (wanted, contexts[1]), config.head_dim)
-    except Refused as error:
-        yield Finding("rope", f"is not computed alike by both engines, or not at all: {error}")
-        return
-    if not alike:
-        said = f"{mine}, the target's {wanted}: positions are not rotated as in the target"
-        yield Finding("rope", f"{said}; right only if the head was trained so")

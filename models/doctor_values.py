@@ -22,7 +22,14 @@ ROWS = 4096
 """Rows of a matrix that are looked at, evenly spaced: enough to tell chance from training."""
 EVEN, EDGE = 1.4, 1.05
 """Largest spread of row and column energies, and largest singular value, that chance explains (as ratios)."""
+NEIGHBOURS = 20
+"""Pairs of neighbouring ids to be expected in a map, above which a map without any holds target ids, not offsets."""
 TRAINED = ("fc.weight", "lm_head.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight")
+
+
+def always_grows(d2t_D: torch.Tensor) -> bool:
+    """Whether offsets grow from each draft id to the next, as target ids do; offsets do where no two are neighbours."""
+    return d2t_D.numel() > 1 and bool((d2t_D.diff() > 0).all())
 
 
 def map_faults(d2t_D: torch.Tensor, t2d_V: torch.Tensor | None, vocab_size: int) -> Iterator[str]:
@@ -35,12 +42,13 @@ def map_faults(d2t_D: torch.Tensor, t2d_V: torch.Tensor | None, vocab_size: int)
     d2t_D = d2t_D.to(torch.int64)
     ids_D = d2t_D + torch.arange(d2t_D.numel())
     marked = None if t2d_V is None else t2d_V.bool().nonzero()[:, 0]
-    # No map of a real vocabulary leaves out a neighbour of every id, so offsets that always grow are ids.
-    absolute = d2t_D.numel() > 1 and bool((d2t_D.diff() > 0).all())
+    outside = bool(ids_D.min() < 0 or ids_D.max() >= vocab_size)
+    # About D * D / V pairs of a map are neighbours, more in a real one: with so many, none is no chance.
+    absolute = always_grows(d2t_D) and (outside or d2t_D.numel() ** 2 > NEIGHBOURS * vocab_size)
     if torch.equal(d2t_D, marked) if marked is not None else absolute:
         yield "holds target ids where offsets belong: every proposal is another token"
         return
-    if ids_D.min() < 0 or ids_D.max() >= vocab_size:
+    if outside:
         yield f"points to ids {int(ids_D.min())}..{int(ids_D.max())}, outside 0..{vocab_size - 1}"
     elif not (ids_D.diff() > 0).all():
         at = int((ids_D.diff() <= 0).nonzero()[0])
@@ -72,8 +80,12 @@ def judge_values(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
         if t2d_V is not None and t2d_V.numel() != head.config.vocab_size:
             yield Finding("vocab_size", f"is {head.config.vocab_size}, but t2d has {t2d_V.numel()} entries")
         full = head.draft_vocab_size == head.config.vocab_size
-        for fault in map_faults(head.read("d2t"), t2d_V, head.config.vocab_size):
-            yield Finding("d2t", fault, SGLANG if full else BOTH)
+        d2t_D = head.read("d2t")
+        faults = list(map_faults(d2t_D, t2d_V, head.config.vocab_size))
+        yield from (Finding("d2t", fault, SGLANG if full else BOTH) for fault in faults)
+        if not faults and t2d_V is None and always_grows(d2t_D):
+            said = "has offsets that always grow, as target ids would; there is no t2d that tells them apart"
+            yield Finding("d2t", said, wrong=False)
     matrices: dict[str, bool] = {}
     ones, norms = [], 0
     for name, stored in sorted(head.tensors.items()):

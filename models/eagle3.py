@@ -25,7 +25,7 @@ from torch import nn
 from models.config import DraftConfig
 from models.errors import Refused
 from models.planes import FINAL
-from models.rope import Rope, rotate, standardised
+from models.rope import Rope, reach, rotate, standardised
 from models.target import Target
 from models.unroll import KeyValue, RowAttention, Step, unroll
 
@@ -77,6 +77,11 @@ class Eagle3Config:
             raise Refused(f"draft: a head of {head_dim} cannot be rotated; set draft.head_dim to an even number")
         own = draft.rope_parameters
         rope = standardised(own, strict=True) if own else standardised(config.rope_parameters)
+        if own and reach(rope) < target.context_length:
+            raise Refused(
+                f"draft.rope_parameters reach {reach(rope):g} positions (original_max_position_embeddings * factor), "
+                f"the target {target.context_length}: engines would read past the head's table; raise the factor"
+            )
         vocab = draft.vocab_size or target.vocab_size
         if not 0 < vocab <= target.vocab_size:
             raise Refused(f"draft.vocab_size={vocab} must be between 1 and the target's {target.vocab_size}")
@@ -91,7 +96,7 @@ class Eagle3Config:
             num_key_value_heads=key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=target.context_length,
+            max_position_embeddings=target.positions_for(rope),
             rope_parameters=rope,
             norm_output=draft.norm_output,
             norm_before_fc=draft.norm_before_fc,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from models.artefact import (
+    differences,
     file_sha256,
     fingerprint,
     json_bytes,
@@ -29,8 +31,8 @@ from models.artefact import (
     write_json,
     write_tensors,
 )
-from models.card import Story, write_card
-from models.checkpoint import describe, load_head
+from models.card import Story, public_name, write_card
+from models.checkpoint import describe, differing_target, load_head
 from models.config import ExportConfig, TargetConfig
 from models.drafts import DraftHead
 from models.eagle3 import Eagle3Head
@@ -48,6 +50,7 @@ from models.engines import (
 from models.errors import Refused
 from models.mtp import MtpConfig, MtpHead
 from models.native import SHARD, write_native
+from models.serving import family
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
 
@@ -131,8 +134,8 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
             this directory for one.
     """
     head, trained_for = load_head(checkpoint)
-    if trained_for != describe(target):
-        raise Refused(f"{checkpoint} was trained for another target than {target.path}; correct target.path")
+    if told := differing_target(trained_for, describe(target)):
+        raise Refused(f"{checkpoint} was trained for another target than {target.path} ({told}); correct target.path")
     if isinstance(head, MtpHead):
         if settings.dialect != "plain":
             raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
@@ -146,7 +149,9 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     record = directory / "export.json"
     if all((directory / name).exists() for name in ("export.json", "config.json", file)):
         found, size = read_json(record), (directory / file).stat().st_size
-        unchanged = config is None or (directory / "config.json").read_bytes() == json_bytes(config)
+        unchanged = config is None or (
+            (directory / "config.json").read_bytes() == json_bytes(config) and found.get("config") == config
+        )
         if found.get("identity") == identity and found.get("size") == size and unchanged:
             return False
     with replacing_directory(directory) as temporary:
@@ -172,9 +177,10 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
             for name, tensor in sorted(tensors.items())
         }
         size = (temporary / file).stat().st_size
+        made_for = {"target": describe(target), "target_type": target.config.model_type}
         write_json(
             temporary / "export.json",
-            {"identity": identity, "size": size, "target": describe(target), **about, "tensors": provenance},
+            {"identity": identity, "size": size, **made_for, **about, "config": config, "tensors": provenance},
         )
     return True
 
@@ -183,13 +189,23 @@ def load_export(directory: Path) -> tuple[DraftHead, dict[str, str]]:
     """Read an export of ours back: the head (fp32) and the description of its target.
 
     Raises:
-        Refused: there is no complete export.
+        Refused: there is no complete export, or it is no longer what was exported.
     """
     try:
         record, config = read_json(directory / "export.json"), read_json(directory / "config.json")
         tensors = load_file(directory / record.get("file", WEIGHTS))
     except (FileNotFoundError, SafetensorError):
         raise Refused(f"no complete export in {directory}; run `python -m models.export` for this run first") from None
+    for key, was, now in differences(record.get("config") or config, config):
+        raise Refused(
+            f"{directory}/config.json was edited: {key} was {was!r} when it was exported, is {now!r}; "
+            "run `python -m models.export` for this run again"
+        )
+    for name, told in record["tensors"].items():
+        if name not in tensors or tensor_sha256(tensors[name]) != told["sha256"]:
+            raise Refused(
+                f"{directory}: {name} is not the tensor that was exported; run `python -m models.export` again"
+            )
     if "head" in record:
         return _load_mtp(MtpConfig.from_dict(record["head"]), tensors), record["target"]
     d2t = tensors.pop("d2t", None)
@@ -237,20 +253,19 @@ def push(directory: Path, repository: str) -> None:
         raise Refused(f"export.push_to={repository}: the hub cannot be reached or refuses ({reason})") from None
 
 
-def named(settings: ExportConfig, story: Story, path: str, target: Target) -> ExportConfig:
-    """The settings with what a target at `path` is called, and the k that the speculators dialect must hold."""
-    name = path if target.path != path else Path(target.path).name
-    filled = replace(settings, base_model=settings.base_model or name)
+def named(settings: ExportConfig, story: Story, path: str) -> ExportConfig:
+    """The settings with what the target that a run calls `path` is called, and the k of the speculators dialect."""
+    filled = replace(settings, base_model=settings.base_model or public_name(path))
     if filled.dialect == "speculators":  # config.json names k, and may not wait for an evaluation of itself
         filled.k = filled.k or story.trained_steps
     return filled
 
 
-def refresh_card(run: Path, settings: ExportConfig, model: TargetConfig, target: Target) -> None:
+def refresh_card(run: Path, settings: ExportConfig, model: TargetConfig) -> None:
     """Bring the model card of a run's export up to date with its evaluation, where its checkpoint is still there."""
     with contextlib.suppress(Refused):
         story = Story.of(run, find_checkpoint(run / "train", settings.checkpoint))
-        write_card(run / "export", story, named(settings, story, model.path, target), model.dtype)
+        write_card(run / "export", story, named(settings, story, model.path), model.dtype)
 
 
 def main() -> None:
@@ -262,11 +277,14 @@ def main() -> None:
         checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
         directory, target = run.directory / "export", describe_target(run.target)
         story = Story.of(run.directory, checkpoint)
-        settings = named(run.export, story, run.target.path, target)
+        for left in run.directory.glob(".export.*.tmp"):  # by a launch that was killed; there is one at a time
+            shutil.rmtree(left)
+        settings = named(run.export, story, run.target.path)
         made = export_head(checkpoint, directory, target, settings)
         told = write_card(directory, story, settings, run.target.dtype)
         if made:
-            engines = "vLLM and SGLang load" if settings.dialect == "plain" else "vLLM loads"
+            both = settings.dialect == "plain" and "SGLang" not in family(target.config.model_type).unserved
+            engines = "vLLM and SGLang load" if both else "vLLM loads"
             print(f"exported {checkpoint.name} ({settings.dtype}) to {directory}; {engines} it as it is")
         if settings.push_to:
             push(directory, settings.push_to)

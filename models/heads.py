@@ -40,6 +40,8 @@ SIZES = (
 MOST, MOST_PLANES = 1 << 24, 1 << 10
 """No size of a head exceeds these: a file from outside may not make us compute for hours or fill the memory."""
 IDS = "eagle_aux_hidden_state_layer_ids"
+ROTARY_CACHE = re.compile(r"rotary_(pos_)?emb\.(inv_freq|(cos|sin)_cached)$")
+"""Buffers that some frameworks save and both engines skip."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -91,11 +93,13 @@ class HeadFiles:
         if (directory / "head.json").exists():
             raise Refused(f"{directory} is a training checkpoint; export it first (export.checkpoint={directory})")
         try:
-            layout, given = _flat(read_json(directory / "config.json"), directory)
+            layout, given = flat(read_json(directory / "config.json"), directory)
         except (FileNotFoundError, NotADirectoryError):
             raise Refused(f"{directory} holds no config.json") from None
         tensors: dict[str, Stored] = {}
         for stored in _headers(directory):
+            if ROTARY_CACHE.search(stored.name):
+                continue
             name = _export_name(stored.name)
             if name in tensors:
                 raise Refused(f"{directory} holds both {tensors[name].name} and {stored.name}, which mean the same")
@@ -104,7 +108,7 @@ class HeadFiles:
             raise Refused(f"{directory} holds no EAGLE-3 head: neither fc.weight nor midlayer.hidden_norm.weight")
         if given.get("quantization_config"):
             raise Refused(f"{directory} is quantised; give the head that it was made from")
-        return cls(directory, layout, given, _parsed(given, directory), tensors)
+        return cls(directory, layout, given, parsed(given, directory), tensors)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in the dtype of the file."""
@@ -191,7 +195,7 @@ class HeadFiles:
         )
 
 
-def _flat(values: Any, directory: Path) -> tuple[str, dict[str, Any]]:
+def flat(values: Any, directory: Path) -> tuple[str, dict[str, Any]]:
     """Layout and flat keys of a config.json; the speculators format as vLLM flattens it."""
     if not isinstance(values, dict):
         raise Refused(f"{directory}/config.json is not a JSON object")
@@ -230,7 +234,8 @@ def _flat_speculators(values: dict[str, Any], layer: dict[str, Any]) -> dict[str
     }
 
 
-def _parsed(given: dict[str, Any], directory: Path) -> Any:
+def parsed(given: dict[str, Any], directory: Path) -> Any:
+    """transformers' view of flat keys, with its values for missing ones."""
     values = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype", "model_type")}
     try:
         config = LlamaConfig.from_dict(copy.deepcopy(values))
@@ -249,7 +254,10 @@ def _headers(directory: Path) -> Iterator[Stored]:
     """Headers of all tensors, in one file or in shards."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        named = read_json(index).get("weight_map", {})
+        found_there = read_json(index)
+        named = found_there.get("weight_map") if isinstance(found_there, dict) else None
+        if not isinstance(named, dict):
+            raise Refused(f"{index} is no index of shards; copy the head again")
         if any(not isinstance(file, str) or Path(file).name != file for file in named.values()):
             raise Refused(f"{index} names files that are not beside it")
         files = {directory / file for file in named.values()}

@@ -9,10 +9,13 @@ leaving it out would make another head of it. The tensors are the file's, in fp3
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,12 +27,9 @@ from models.eagle3 import Eagle3Config, Eagle3Head
 from models.engines import expected_tensors
 from models.errors import Refused
 from models.heads import HeadFiles, same_rotation, same_values
-from models.rope import standardised
+from models.rope import attention_scales, standardised
 from models.target import Target, aux_layers, describe_target
 from models.vocabulary import ids_from_offsets
-
-CONTEXT_FREE = ("default", "linear", "llama3")
-"""Rope types whose frequencies do not depend on max_position_embeddings."""
 
 
 def import_head(directory: Path, out: Path, target: Target) -> Eagle3Head:
@@ -90,19 +90,35 @@ def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
 
 def _config(files: HeadFiles, target: Target) -> Eagle3Config:
     """Our configuration of the head, with the target's rope and context where they are the same in effect."""
-    config = files.eagle3_config(_planes(files, target))
-    its = Eagle3Config.for_target(target, config.aux_layers, DraftConfig())
+    config, rope = files.eagle3_config(_planes(files, target)), _rope(files)
+    its = Eagle3Config.for_target(target, config.aux_layers, DraftConfig(rope_parameters=rope))
     for key in ("vocab_size", "target_hidden_size", "hidden_size"):
         if getattr(config, key) != getattr(its, key):
             raise Refused(
                 f"{files.directory} has {key}={getattr(config, key)}, the target {target.path} {getattr(its, key)}"
             )
-    rope = standardised({key: value for key, value in config.rope_parameters.items() if key != "type"})
-    mine, theirs = (rope, config.max_position_embeddings), (its.rope_parameters, its.max_position_embeddings)
-    if same_rotation(mine, theirs, config.head_dim):
-        return replace(config, rope_parameters=its.rope_parameters, max_position_embeddings=theirs[1])
-    context = theirs[1] if rope["rope_type"] in CONTEXT_FREE else config.max_position_embeddings
+    context = its.max_position_embeddings
+    with contextlib.suppress(Refused):  # of a kind that a head may not have: the head's own stays
+        theirs = standardised(target.config.rope_parameters)
+        if same_rotation((rope, context), (theirs, context), config.head_dim):
+            rope, context = theirs, target.positions_for(theirs)
     return replace(config, rope_parameters=rope, max_position_embeddings=context)
+
+
+def _rope(files: HeadFiles) -> dict[str, Any]:
+    """The head's own rotation, if both engines know it and read the same."""
+    given = files.config.rope_parameters
+    try:
+        rope = standardised(given)
+        vllm, sglang = attention_scales(given)
+    except (Refused, TypeError, ValueError, ArithmeticError) as error:
+        raise Refused(f"{files.directory} cannot be imported: its own {error}") from None
+    if not math.isclose(vllm, sglang, rel_tol=1e-5):
+        raise Refused(
+            f"{files.directory}: its rope makes vLLM multiply cosines and sines by {vllm:g} (attention_factor), "
+            f"SGLang by {sglang:g} (attn_factor); correct its config.json to what it was trained with"
+        )
+    return rope
 
 
 def _draft_vocabulary(files: HeadFiles) -> torch.Tensor | None:
@@ -124,7 +140,7 @@ def _draft_vocabulary(files: HeadFiles) -> torch.Tensor | None:
 def _weights(files: HeadFiles, config: Eagle3Config, target: Target) -> dict[str, torch.Tensor]:
     """Weights by parameter name, fp32, all there and none left over."""
     wanted = {name: shape for name, shape in expected_tensors(config).items() if name not in ("d2t", "t2d")}
-    unread = {name for name in files.tensors if name in ("d2t", "t2d") or "inv_freq" in name or name.endswith(".bias")}
+    unread = {name for name in files.tensors if name in ("d2t", "t2d") or name.endswith(".bias")}
     found = files.tensors.keys() - unread
     if "embed_tokens.weight" in found:
         found.remove("embed_tokens.weight")
@@ -149,6 +165,18 @@ def _weights(files: HeadFiles, config: Eagle3Config, target: Target) -> dict[str
     return weights
 
 
+def _asked_for_nothing(target: Target, config: Eagle3Config) -> Eagle3Config:
+    """The head that a run without options asks for, but of a plane that none has, so that planes are always named.
+
+    Without a rotation, too, where the target's is of a kind that a head may not have.
+    """
+    try:
+        return Eagle3Config.for_target(target, (0,), DraftConfig())
+    except Refused:
+        draft = DraftConfig(rope_parameters=config.rope_parameters)
+        return replace(Eagle3Config.for_target(target, (0,), draft), rope_parameters={})
+
+
 def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
@@ -160,12 +188,12 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="directory of the checkpoint; it must not exist")
     asked = parser.parse_args()
     try:
-        target = describe_target(TargetConfig(path=asked.target))
+        target = describe_target(TargetConfig(path=asked.target), "--target ")
         head = import_head(asked.directory, asked.out, target)
-    except Refused as error:
+    except (Refused, OSError) as error:
         print(f"importer: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    unlike = Eagle3Config.for_target(target, (0,), DraftConfig())  # so that the planes are always named
+    unlike = _asked_for_nothing(target, head.config)
     print(f"imported to {asked.out}; evaluate it with export.checkpoint={asked.out}, or train it on with")
     print(" ".join([f"trainer.init_from={asked.out}", *differing_options(unlike, head.config)]))
 

@@ -3,7 +3,7 @@
 Row t pairs the final plane of position t with the embedding of token t+1 at position t and predicts token t+2; each
 further step feeds token t+1+k, what came out of the row's last step, and position t+k, as a module that is used again
 and again is served. There is no vocabulary and no output head of its own: the target's `lm_head` of the output are
-the logits. Which of its steps differ between families is in models/families.py; what they share is here.
+the logits. Which of its steps differ between families is in models/mtp_families.py; what they share is here.
 
 The layer is transformers' own. Its attention is handed out through transformers' interface for attention functions:
 the caller's function gets the rotated queries, keys and values of the rows, and nothing else of the layer is touched.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from models.config import DraftConfig
 from models.eagle3 import MLP_SHARE, SELF_SCORE
 from models.errors import Refused
-from models.families import FAMILIES, dense_block, family_of, native_block
+from models.mtp_families import FAMILIES, dense_block, family_of, native_block
 from models.planes import FINAL
 from models.target import Target
 from models.unroll import KeyValue, RowAttention, Step, unroll

@@ -36,6 +36,13 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def reach(parameters: Mapping[str, Any]) -> float:
+    """Positions that both engines tabulate of a yarn rotation, whatever the context; other kinds follow the context."""
+    if parameters.get("rope_type") != "yarn":
+        return math.inf
+    return float(parameters["original_max_position_embeddings"] * parameters["factor"])
+
+
 def standardised(parameters: Mapping[str, Any] | None, *, strict: bool = False) -> dict[str, Any]:
     """Rope parameters as a plain dict with `rope_type`, `rope_theta` and what else the type reads.
 
@@ -68,12 +75,29 @@ def standardised(parameters: Mapping[str, Any] | None, *, strict: bool = False) 
     return _one_attention_factor(numbers)
 
 
+def attention_scales(values: Mapping[str, Any]) -> tuple[float, float]:
+    """What cosines and sines are multiplied by, as transformers and vLLM read rope parameters, and as SGLang does.
+
+    attention_factor is theirs, attn_factor SGLang's, and a factor on what it takes otherwise; 1 for all but yarn.
+    """
+    if values.get("rope_type") != "yarn":
+        return 1.0, 1.0
+    factor, mscale, all_dim = values["factor"], values.get("mscale"), values.get("mscale_all_dim")
+    usual = yarn_scale(factor)
+    pair = None if mscale is None or all_dim is None else yarn_scale(factor, mscale) / yarn_scale(factor, all_dim)
+    own = values.get("attention_factor")
+    if own is None:
+        own = pair if pair is not None and mscale and all_dim else usual
+    added = values.get("attn_factor")
+    return own, (usual if pair is None else pair) * (1.0 if added is None else added)
+
+
 def _one_attention_factor(values: dict[str, Any]) -> dict[str, Any]:
     """Yarn's attention factor explicit where it is not the default, instead of mscale and mscale_all_dim."""
-    own, mscale, all_dim = (values.pop(key, None) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if own is None and mscale and all_dim:  # the precedence of transformers and vLLM
-        own = yarn_scale(values["factor"], mscale) / yarn_scale(values["factor"], all_dim)
-    if own is not None and own != yarn_scale(values["factor"]):
+    own, _ = attention_scales(values)
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        values.pop(key, None)
+    if values["rope_type"] == "yarn" and own != yarn_scale(values["factor"]):
         values["attention_factor"] = own
     return values
 

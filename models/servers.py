@@ -33,6 +33,7 @@ import httpx
 from models.config import EngineConfig, masked_arguments, masked_variables
 from models.errors import Refused
 from models.ports import claim_port
+from models.serving import vllm_arguments
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,10 @@ def local(path: str) -> str:
 
 
 def command(engine: EngineConfig, target_path: str, port: int, purpose: Sequence[str] = ()) -> list[str]:
-    """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone."""
+    """The server's command line; servers of one configuration differ in `purpose`, further arguments, alone.
+
+    What the target's family needs comes before `engine.arguments`, which may say otherwise.
+    """
     python = [str(find_interpreter(engine)), "-m"]
     place = ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
     if engine.kind == "sglang":
@@ -130,6 +134,7 @@ def command(engine: EngineConfig, target_path: str, port: int, purpose: Sequence
     else:
         words = [*python, "vllm.entrypoints.openai.api_server", "--model", local(target_path)]
         words += ["--served-model-name", "target", *place, "--max-model-len", str(engine.max_model_len)]
+        words += vllm_arguments(local(target_path))
     if engine.tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
     return [*words, *purpose, *engine.arguments]

@@ -8,7 +8,8 @@ that hold them: one file or an index, tied or untied, plain or nested in a visio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,20 @@ CENTRED_AT_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwe
 """Model types whose norms multiply by 1 + weight."""
 
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+
+
+def stretch(rope: Mapping[str, Any] | None) -> float:
+    """By what both engines multiply max_position_embeddings to get a model's context, from its rope parameters.
+
+    With linear (and dynamic) scaling they take it for the length before scaling. With llama3 and yarn it is the length
+    after scaling, as it is for transformers (vLLM 0.32 `_get_and_verify_max_len`, SGLang `get_context_length`).
+    """
+    values = rope or {}
+    by_layer = [each for each in values.values() if isinstance(each, Mapping)]
+    if by_layer:
+        return max(map(stretch, by_layer))
+    scaled = values.get("rope_type") in ("linear", "dynamic")
+    return float(values.get("factor") or 1.0) if scaled else 1.0
 
 
 @dataclass(frozen=True)
@@ -81,17 +96,16 @@ class Target:
 
     @property
     def context_length(self) -> int:
-        """Longest context that an engine derives from the configuration: rope scaling stretches what it was made for.
+        """Longest context that an engine derives from the configuration.
 
-        The engines build a draft for the target's context and refuse one that is made for less.
+        Both take what Gemma 3 says as it is, though its layers with full attention are scaled.
         """
-        longest = self.config.max_position_embeddings
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        for rope in (parameters, *(each for each in parameters.values() if isinstance(each, dict))):
-            if rope.get("rope_type") in ("linear", "yarn"):
-                unstretched = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-                longest = max(longest, int(unstretched * (rope.get("factor") or 1)))
-        return longest
+        rope = None if "gemma3" in self.config.model_type else getattr(self.config, "rope_parameters", None)
+        return int(self.config.max_position_embeddings * stretch(rope))
+
+    def positions_for(self, rope: Mapping[str, Any]) -> int:
+        """max_position_embeddings of a head with this rope: the target's, or what gives the head no less context."""
+        return max(self.config.max_position_embeddings, math.ceil(self.context_length / stretch(rope)))
 
     def check_logits(self) -> None:
         """Stop unless the target's logits are `lm_head(final plane)`, as training and evaluation take them.
@@ -129,7 +143,11 @@ class Target:
         directory = Path(self.path)
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            return {name: directory / file for name, file in read_json(index)["weight_map"].items()}
+            named = read_json(index)
+            named = named.get("weight_map") if isinstance(named, dict) else None
+            if not isinstance(named, dict):
+                raise Refused(f"{index} is no index of shards; copy the target again")
+            return {name: directory / file for name, file in named.items()}
         single = directory / "model.safetensors"
         if not single.exists():
             raise Refused(f"{directory} has neither model.safetensors nor an index of shards")
@@ -203,8 +221,11 @@ class Target:
         return digest.hexdigest()[:16]
 
 
-def describe_target(settings: TargetConfig) -> Target:
+def describe_target(settings: TargetConfig, option: str = "target.path=") -> Target:
     """Read a target's configuration.
+
+    Args:
+        option: how the path was given, for messages.
 
     Raises:
         Refused: there is no such directory or it holds no transformers configuration.
@@ -213,27 +234,27 @@ def describe_target(settings: TargetConfig) -> Target:
 
     directory = Path(settings.path).expanduser()
     if not directory.is_dir():
-        directory = _from_hub(settings.path)
+        directory = _from_hub(settings.path, option)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise Refused(f"target.path={settings.path} holds no usable config.json ({reason})") from None
+        raise Refused(f"{option}{settings.path} holds no usable config.json ({reason})") from None
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
     return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, option: str) -> Path:
     from huggingface_hub import snapshot_download
 
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise Refused(f"target.path={name} is not a directory; prepare the target first or correct the path")
+        raise Refused(f"{option}{name} is not a directory; prepare the target first or correct the path")
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise Refused(f"target.path={name} is neither a directory nor reachable on the hub ({reason})") from None
+        raise Refused(f"{option}{name} is neither a directory nor reachable on the hub ({reason})") from None
 
 
 def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ...]:

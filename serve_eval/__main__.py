@@ -13,7 +13,7 @@ def main(run: Run) -> bool:
     """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal."""
     from featurize.tokenised import load_renderer
     from models.artefact import file_sha256, fingerprint, read_json, write_json
-    from models.checkpoint import describe
+    from models.checkpoint import describe, differing_target
     from models.errors import Refused
     from models.export import load_export, refresh_card
     from models.target import describe_target
@@ -26,8 +26,8 @@ def main(run: Run) -> bool:
     target = describe_target(run.target)
     export, directory = run.directory / "export", run.directory / "eval"
     head, made_for = load_export(export)
-    if made_for != describe(target):
-        raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
+    if told := differing_target(made_for, describe(target)):
+        raise Refused(f"{export} was made for another target than {run.target.path} ({told}); export it again")
     prompts = load_workload(run.eval, load_renderer(target, run.target))
     weights = file_sha256(export / "model.safetensors")
     exported = fingerprint([weights, file_sha256(export / "config.json")])
@@ -89,7 +89,7 @@ def main(run: Run) -> bool:
         summary["served"] = served
     write_json(path, summary)
     write_report(summary, directory / "report.html")
-    refresh_card(run.directory, run.export, run.target, target)
+    refresh_card(run.directory, run.export, run.target)
     render_table(summary)
     print(f"summary: {path}\nreport: {directory / 'report.html'}")
     return True

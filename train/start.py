@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, rms_norm
 
-from models.checkpoint import differing_options, load_head
+from models.checkpoint import differing_options, differing_target, load_head
 from models.drafts import DraftHead, HeadConfig
 from models.eagle3 import Attention, Eagle3Head
 from models.errors import Refused
@@ -65,8 +65,8 @@ def load_start(directory: Path, config: HeadConfig, target: dict[str, str]) -> D
         Refused: there is none, or it is for another target or of another shape.
     """
     head, made_for = load_head(directory)
-    if made_for != target:
-        raise Refused(f"trainer.init_from={directory} was trained for another target than target.path")
+    if told := differing_target(made_for, target):
+        raise Refused(f"trainer.init_from={directory} was trained for another target than target.path ({told})")
     if options := differing_options(config, head.config):
         raise Refused(f"trainer.init_from={directory} holds a head of another shape; give {' '.join(options)}")
     return head

@@ -58,9 +58,11 @@ def exported(target: Target, directory: Path, dtype: str = "bfloat16", **shape: 
     return head
 
 
-def changed(source: Path, directory: Path, edit: Edit) -> Path:
-    """A copy of an export with `edit` applied to its configuration and tensors."""
+def changed(source: Path, directory: Path, edit: Edit, *, own: bool = False) -> Path:
+    """A copy of an export with `edit` applied to its configuration and tensors; of our `own`, it keeps export.json."""
     shutil.copytree(source, directory)
+    if not own:
+        (directory / "export.json").unlink()
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors")
     edit(config, tensors)

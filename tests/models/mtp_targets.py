@@ -1,6 +1,6 @@
 """Tiny random targets of every family of MTP modules, and the families' facts as the tests know them.
 
-The facts are written down a second time here, from the engines' contract and not from models/families.py.
+The facts are written down a second time here, from the engines' contract and not from models/mtp_families.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models.config import TargetConfig
-from models.families import dense_block, native_block
 from models.mtp import MtpConfig, MtpHead
+from models.mtp_families import dense_block, native_block
 from models.target import Target, describe_target
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}

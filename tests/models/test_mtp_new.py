@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from models import families
+from models import mtp_families as families
 from models.config import DraftConfig
 from models.errors import Refused
-from models.families import FAMILIES
 from models.mtp import MtpConfig, MtpHead, initialise
+from models.mtp_families import FAMILIES
 from tests.models.mtp_targets import described, save_plain
 
 
