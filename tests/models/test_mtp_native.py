@@ -136,6 +136,14 @@ def test_missing_and_unexpected_tensors_are_listed_and_refused(family, wrong, tm
     assert f"missing {lost}, unexpected {strange}" in str(refused.value)
 
 
+def test_the_thousands_of_scales_of_a_quantised_module_are_counted(tmp_path):
+    source = save_native("qwen3_5", tmp_path / "source")
+    scales = {f"mtp.layers.0.mlp.experts.{index:03}.scale": torch.ones(1) for index in range(120)}
+    save_file(load_file(source / "model.safetensors") | scales, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=r"unexpected \['mtp.layers.0.mlp.experts.000.scale', .*049.scale'\] and 70 more"):
+        load(source)
+
+
 def test_a_module_beside_the_text_part_of_a_vision_language_model(tmp_path):
     source = save_native("qwen3_5", tmp_path / "source")
     text = json.loads((source / "config.json").read_text())
