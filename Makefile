@@ -70,7 +70,7 @@ vllm-env: .venv-vllm/.ready  ## .venv-vllm: vLLM, in an environment of its own
 	@touch $@
 
 test: env  ## the test suite, but for what needs vLLM, Slurm or a GPU
-	@$(PY) -m pytest -q
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist loadfile
 
 lint: env  ## ruff and mypy
 	@$(PY) -m ruff check .
