@@ -14,12 +14,14 @@ def main(run: Run) -> bool:
     from featurize.tokenised import load_renderer
     from models.artefact import file_sha256, fingerprint, read_json, write_json
     from models.checkpoint import describe, differing_target
+    from models.drafts import kind
     from models.errors import Refused
-    from models.export import load_export, refresh_card
+    from models.export import load_export, refresh_card, weights_file
     from models.target import describe_target
+    from serve_eval.beside import read_others
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
-    from serve_eval.servers import describe_machine
+    from serve_eval.servers import HEADS, describe_machine
     from serve_eval.sweep import check_possible, failures, run_sweep
     from serve_eval.workloads import load_workload
 
@@ -29,10 +31,12 @@ def main(run: Run) -> bool:
     if told := differing_target(made_for, describe(target)):
         raise Refused(f"{export} was made for another target than {run.target.path} ({told}); export it again")
     prompts = load_workload(run.eval, load_renderer(target, run.target))
-    weights = file_sha256(export / "model.safetensors")
+    weights = file_sha256(weights_file(export))
     exported = fingerprint([weights, file_sha256(export / "config.json")])
     drafter = describe_draft_model(run.eval.drafting, target)
-    settings = asdict(run.eval) | {"prompts": None, "datasets": None}  # their contents count, not where they lie
+    others = read_others(run.directory.parent, run.eval.compare_with, prompts, run.eval.k)
+    settings = asdict(run.eval)  # contents count, not where they lie
+    settings |= {"prompts": None, "datasets": None, "compare_with": others}
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
     asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
     key = fingerprint([describe(target), exported, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
@@ -60,10 +64,13 @@ def main(run: Run) -> bool:
         "date": date.today().isoformat(),
         "target": run.target.path,
         "head": str(export),
+        "kind": kind(head.config),
+        "native": head.config.native,
         "weights": weights,
         "machine": describe_machine(),
         "k": run.eval.k,
         "reference": measured["reference"],
+        "compared": others,
         "costs_ms": measured["costs_ms"],
         "best_k": measured["best_k"],
         "served": None,
@@ -80,7 +87,8 @@ def main(run: Run) -> bool:
             directory=directory,
         )
         # The reference decoder answers greedily and to the natural stop; only the head's AL is to be held to its.
-        alike = not sweep.sampling and not sweep.ignore_eos and "eagle3" in served["methods"]
+        of_head = served["methods"][served["head"]]["method"] in HEADS
+        alike = of_head and not sweep.sampling and not sweep.ignore_eos
         served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
         served["warnings"] += disagreements(served["agreement"])
         told = served.pop("lossless")

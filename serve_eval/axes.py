@@ -43,7 +43,7 @@ def measured_concurrencies(served: Summary) -> list[int]:
 
 def method_names(served: Summary) -> dict[str, str]:
     """Method -> how it is called, in the order of the figures; the server alone comes first."""
-    told = {"none": "without a head", "eagle3": "with the head"}
+    told = {"none": "without a head", "eagle3": "with the head", "mtp": "with the head"}
     others = {name: each for name, each in served.get("methods", {}).items() if name not in told}
     for name, each in others.items():
         told[name] = f"{METHOD_NAMES.get(each['method'], 'head')}, k = {each['k']}"

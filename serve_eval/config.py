@@ -93,8 +93,8 @@ class MethodConfig:
     """One way of serving the target in the sweep.
 
     Attributes:
-        method: "none", "eagle3" (the exported head), "draft_model", "ngram" (prompt lookup) or "suffix" (of vLLM, with
-            the package arctic-inference in its environment).
+        method: "none", "eagle3" or "mtp" (the exported head), "draft_model", "ngram" (prompt lookup) or "suffix"
+            (of vLLM, with the package arctic-inference in its environment).
         k: drafted tokens per step; null takes eval.served_k, and without it the k that the reference decoder chose.
         model: the draft model of method=draft_model: a local directory, or a name that the engine can resolve.
         lookup_min, lookup_max: tokens that prompt lookup must and may find again.
@@ -124,7 +124,7 @@ class MethodConfig:
             check_url(self.url, "eval.methods")
 
 
-SERVED = ("none", "eagle3", "draft_model", "ngram", "suffix")
+SERVED = ("none", "eagle3", "mtp", "draft_model", "ngram", "suffix")
 """Methods that a server can be started with."""
 
 
@@ -179,6 +179,7 @@ class EvalConfig:
         seed: of arrivals and samples.
         price_per_hour: of the machine; gives the cost of a million tokens.
         device: device of the reference decoder.
+        compare_with: other runs, evaluated on the same prompts with the same k, whose acceptance is shown beside.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -204,6 +205,7 @@ class EvalConfig:
     seed: int = 0
     price_per_hour: float | None = None
     device: str = "auto"
+    compare_with: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         counts = ("k", "served_k", "max_new_tokens", "served_new_tokens", "batch_size", "requests_per_route", "repeats")

@@ -12,7 +12,7 @@ from models.config import EngineConfig
 from models.errors import Refused
 from models.servers import Server, attached, find_interpreter
 from serve_eval.config import EvalConfig, MethodConfig
-from serve_eval.servers import check_head, check_method, serving
+from serve_eval.servers import HEADS, check_method, method_of, serving
 
 PLAIN = "none"
 """The server alone."""
@@ -47,14 +47,14 @@ def methods_of(settings: EvalConfig, head: Path, k: int) -> list[Method]:
     Raises:
         Refused: a method is named twice with the same k.
     """
-    asked = settings.methods or [MethodConfig("eagle3")]
+    asked = settings.methods or [MethodConfig(method_of(head))]
     plain = next((each for each in asked if each.method == PLAIN), None)
     found = [Method(PLAIN, url=plain.url if plain else None)]
     often = Counter(each.method for each in asked)
     for each in (each for each in asked if each.method != PLAIN):
         drafted = each.k or k
         name = each.method if often[each.method] == 1 else f"{each.method}-k{drafted}"
-        model = str(head) if each.method == "eagle3" else each.model
+        model = str(head) if each.method in HEADS else each.model
         found.append(Method(name, each.method, drafted, model, (each.lookup_min, each.lookup_max), each.url))
     names = Counter(each.name for each in found)
     if often[PLAIN] > 1 or (twice := [name for name, count in names.items() if count > 1]):
@@ -67,7 +67,7 @@ def the_head(methods: Sequence[Method]) -> Method:
     speculating = [each for each in methods if each.method != PLAIN]
     if not speculating:
         raise Refused("eval.methods names nothing but none: there is nothing to compare it with")
-    return next((each for each in speculating if each.method == "eagle3"), speculating[0])
+    return next((each for each in speculating if each.method in HEADS), speculating[0])
 
 
 def check_methods(engine: EngineConfig, methods: Sequence[Method]) -> None:
@@ -78,8 +78,8 @@ def check_methods(engine: EngineConfig, methods: Sequence[Method]) -> None:
             continue
         find_interpreter(engine)
         check_method(engine, each.method)
-        if each.method == "eagle3" and each.model is not None:
-            check_head(Path(each.model))
+        if each.method in HEADS and each.model is not None and (kind := method_of(Path(each.model))) != each.method:
+            raise Refused(f"eval.methods: {each.model} is a head of method {kind}, not {each.method}")
 
 
 @contextlib.contextmanager

@@ -21,8 +21,10 @@ from rich.text import Text
 
 from models.artefact import write_bytes
 from serve_eval.axes import Summary, clients, head_of, measured_concurrencies, method_names, pooled_cells
+from serve_eval.beside import rows
 from serve_eval.overlap import THRESHOLD
 from serve_eval.plots import draw_plots
+from serve_eval.servers import HEADS
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -61,7 +63,7 @@ def verdict(summary: Summary) -> list[str]:
     losses = [route for route, ratio in here.items() if ratio is not None and ratio <= 1]
     pooled = served["speedup"].get(str(lowest))
     engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(served["engine"], served["engine"])
-    without = "without the head" if head_of(served) == "eagle3" else "without speculation"
+    without = "without the head" if head_of(served) in HEADS else "without speculation"
     within = (served.get("interval") or {}).get(str(lowest))
     sure = f" ({number(within[0])} to {number(within[1])} at 95 % confidence)" if within else ""
     if pooled is None:
@@ -191,7 +193,7 @@ def _served_table(summary: Summary) -> Table:
     title = f"{served['engine']} {served['version']}, {served.get('dtype', '')}, k = {served.get('k', summary['k'])}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names = method_names(served)
-    short = {"none": "no", "eagle3": "yes"}
+    short = {"none": "no"} | dict.fromkeys(HEADS, "yes")
     first = "head" if set(names) <= set(short) else "method"
     for name in ("clients", first, "tokens/s", "speedup", "AL", "TTFT", "ITL", "TPOT", "failed"):
         table.add_column(name, justify="left" if name == first else "right", no_wrap=True)
@@ -232,11 +234,24 @@ def _route_table(served: Summary) -> Table:
     return table
 
 
+def _compared_table(summary: Summary) -> Table:
+    heads, lines = rows(summary)
+    table = Table(title=f"AL of heads, k = {summary['k']}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("route")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for route, als in lines:
+        table.add_row(route, *(number(al) for al in als), style="bold" if route == "all" else None)
+    return table
+
+
 def render_table(summary: Summary, console: Console | None = None) -> Group:
     """Print the summary's tables and verdict to the terminal; returns what was printed."""
     parts: list[Any] = []
     if summary.get("reference"):
         parts.append(_reference_table(summary))
+    if summary.get("compared"):
+        parts.append(_compared_table(summary))
     if summary.get("served"):
         parts += [_served_table(summary), _route_table(summary["served"])]
         if summary["served"].get("open_loop"):
@@ -273,6 +288,8 @@ def write_report(summary: Summary, path: Path) -> None:
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         summary=summary,
         reference=summary.get("reference"),
+        compared=rows(summary) if summary.get("compared") else None,
+        drafts_with_head=served is not None and head_of(served) in HEADS,
         served=served,
         title=_name(summary["target"]),
         date=summary.get("date") or date.today().isoformat(),

@@ -9,9 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from models.artefact import read_json
+from models.card import holds_target
 from models.config import EngineConfig
+from models.engines import check_mtp_path, sglang_options, vllm_options
 from models.errors import Refused
 from models.servers import Server, find_interpreter, local, running
+
+HEADS = ("eagle3", "mtp")
+"""The methods that draft with an exported head."""
 
 
 def describe_machine() -> str:
@@ -31,20 +36,27 @@ def describe_machine() -> str:
     return told + "".join(f", {gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
 
 
-def check_head(head: Path) -> None:
-    """Raise Refused unless `head` is an exported EAGLE-3 head: another one would draft nothing that is accepted."""
+def method_of(head: Path) -> str:
+    """The method that drafts with the exported head, "eagle3" or "mtp": another would draft nothing that is accepted.
+
+    Raises:
+        Refused: it is no head of either kind.
+    """
     config_file = head / "config.json"
     if not config_file.exists():
         raise Refused(f"no exported head at {head} (it has no config.json); run `python -m models.export` first")
     config = read_json(config_file)
     names = [*config.get("architectures", ()), config.get("speculators_model_type", "")]
-    if not any("eagle3" in str(name).lower() for name in names):
-        raise Refused(f"{head} is no EAGLE-3 head: its config.json names {names}")
+    if any("eagle3" in str(name).lower() for name in names):
+        return "eagle3"
+    if any(config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+        return "mtp"
+    raise Refused(f"{head} is neither an EAGLE-3 nor an MTP head: its config.json names {names}")
 
 
 METHODS = {
-    "vllm": ("none", "eagle3", "draft_model", "ngram", "suffix"),
-    "sglang": ("none", "eagle3", "draft_model", "ngram"),
+    "vllm": ("none", *HEADS, "draft_model", "ngram", "suffix"),
+    "sglang": ("none", *HEADS, "draft_model", "ngram"),
 }
 """The methods that each engine can be started with here."""
 
@@ -61,39 +73,42 @@ def speculation(
 
     Args:
         method: one of METHODS.
-        head: what drafts: the exported head (method eagle3) or the draft model (draft_model).
+        head: what drafts: the exported head (eagle3, mtp), which may be inside the target that is served; or the
+            draft model (draft_model).
         k: tokens drafted per step.
         lookup: least and most tokens that prompt lookup finds again; SGLang's has a window of its own.
 
     Raises:
-        Refused: the engine has no such method.
+        Refused: the engine has no such method, or a path under which vLLM would not take an MTP head for one.
     """
     if method not in METHODS[engine]:
         raise Refused(f"method {method!r} is not one of {', '.join(METHODS[engine])}, those of {engine}")
     if method == "none":
         return []
+    inside = head is None or (method in HEADS and holds_target(Path(head)))
+    model = None if inside else str(head)
+    if method == "mtp" and model is not None:
+        check_mtp_path(model, "name or root")
     if engine == "sglang":
+        if method in HEADS:
+            return [word for option in sglang_options(method, model, k).items() for word in option]
         tokens = ["--speculative-num-draft-tokens", str(k + 1)]  # the root token counts
         if method == "ngram":
             return ["--speculative-algorithm", "NGRAM", *tokens]
-        algorithm = {"eagle3": "EAGLE3", "draft_model": "STANDALONE"}[method]
         return [
-            *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(head)),
+            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model)),
             *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1", *tokens),
         ]
-    settings: dict[str, str | int] = {"method": method}
-    if method in ("eagle3", "draft_model"):
-        settings["model"] = str(head)
-    settings["num_speculative_tokens"] = k
+    options = vllm_options(method, model, k)
     if method == "ngram":
-        settings |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
-    told = json.dumps(settings, separators=(",", ":"))
-    return ["--speculative-config", told, "--per-request-spec-decode-metrics", "summary"]
+        options["--speculative-config"] |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
+    told = [word for name, each in options.items() for word in (name, json.dumps(each, separators=(",", ":")))]
+    return [*told, "--per-request-spec-decode-metrics", "summary"]
 
 
 def check_method(engine: EngineConfig, method: str) -> None:
     """Raise Refused unless a server of this engine can be started with the method, as far as can be known before."""
-    speculation(method, "", 1, engine=engine.kind)
+    speculation(method, None, 1, engine=engine.kind)
     packages = find_interpreter(engine).parent.parent.glob("lib/python*/site-packages/arctic_inference")
     if method == "suffix" and not any(packages):
         raise Refused(
@@ -114,5 +129,7 @@ def serving(
     name: str | None = None,
 ) -> AbstractContextManager[Server]:
     """A running server for a method, as `models.servers.running` gives it; its log is `server-<name or method>.log`."""
+    if method in HEADS and head is not None and holds_target(Path(head)):
+        target_path = str(head)
     purpose = speculation(method, None if head is None else local(str(head)), k, engine=engine.kind, lookup=lookup)
     return running(engine, target_path, name=name or method, directory=directory, purpose=purpose)

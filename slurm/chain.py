@@ -44,7 +44,7 @@ class Stage:
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
-    """The stages of a run, in order: preparation only for a packaged target, generation only for data from it."""
+    """The stages of a run, in order, without those that make what it has from elsewhere (target, data, features)."""
     output = Path(values["generate"]["output"]).expanduser()
     packed = output.with_name(output.name + ".gz")
     made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
@@ -59,10 +59,10 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
     if spool(values) is None:
-        stages += [
-            Stage("extract", "featurize", ("target", "data", "featurize"), "featurize", features, str(shards)),
-            Stage("train", "train", trained_by, "train", train, str(checkpoints)),
-        ]
+        if values["features_of"] is None:
+            made_by = ("target", "data", "featurize")
+            stages.append(Stage("extract", "featurize", made_by, "featurize", features, str(shards)))
+        stages.append(Stage("train", "train", trained_by, "train", train, str(checkpoints)))
     else:
         both = (*trained_by, "featurize")
         stages.append(Stage("train", "train", both, "train", train, str(checkpoints), beside="extract"))

@@ -55,7 +55,7 @@ def test_every_cell_has_its_figures_and_all_pools_the_routes(
         assert cell["output_tokens"] == 8 * cell["requests"]
         assert cell["output_tokens_per_s"] == pytest.approx(cell["output_tokens"] / cell["seconds"], rel=0.01)
         for key in ("ttft_ms", "itl_ms", "tpot_ms"):
-            assert 0 < cell[key]["p50"] <= cell[key]["p95"] <= cell[key]["p99"]
+            assert 0 <= cell[key]["p50"] <= cell[key]["p95"] <= cell[key]["p99"]
     # 10 drafts and 20 accepted per request, in the stub; the warm-up's are outside
     assert cells["eagle3", 2, "chat"]["al"] == 3.0
     assert cells["eagle3", 1, "all"]["per_position"] == [1.0, 1.0, 0.0, 0.0]
