@@ -227,7 +227,8 @@ def read_counters(server: Server, settle_s: float = 5.0) -> Counters:
             response = get(f"{server.url}/metrics", timeout_s=10)
             response.raise_for_status()
         except httpx.HTTPError as error:
-            raise Refused(f"{server.url}/metrics cannot be read ({error!r}); {server.last_words()}") from None
+            hint = "; SGLang has it with --enable-metrics" if server.kind == "sglang" else ""
+            raise Refused(f"{server.url}/metrics cannot be read ({error!r}){hint}; {server.last_words()}") from None
         reading = parse_counters(response.text)
         if (reading == earlier and not reading.busy) or time.monotonic() > deadline:
             return reading

@@ -130,3 +130,15 @@ def test_coefficients_are_never_negative_and_are_plain_least_squares_where_none_
         nudged = found + np.eye(3)[index] * 1e-4
         value = terms @ np.array([1.0, -1.0, 2.0])
         assert ((terms @ nudged - value) ** 2).sum() >= ((terms @ found - value) ** 2).sum()
+
+
+def test_what_is_left_out_is_not_seen_by_the_model_that_is_judged() -> None:
+    windows = machine(METHODS, [1, 4, 16])
+    for place, window in windows.items():
+        if place.load.concurrency == 16:  # three times as slow as the others say
+            window["seconds"] *= 3
+            for request in window["outcomes"]:
+                request |= {"ttft_ms": 3 * request["ttft_ms"], "e2e_ms": 3 * request["e2e_ms"]}
+    model = model_of(windows, METHODS, PROMPTS) or {}
+    errors = [each["error"] for each in model["held_out"] if each["left_out"] == "concurrency 16"]
+    assert errors == pytest.approx([2.0] * 3, abs=0.1)

@@ -30,6 +30,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "alpaca": ({"instruction": "Sort.", "input": "b a", "output": "a b"}, "alpaca", "Sort.\n\nb a"),
     "cnn_dm": ({"article": "News.", "highlights": "N."}, "cnn_dm", "Summarize this article.\n\nNews."),
     "spec_bench": ({"question_id": 1, "category": "rag", "turns": ["ask", "more"]}, "spec_bench/rag", "ask"),
+    "speed_bench": ({"category": "coding", "turns": ["ask", "more"]}, "speed_bench/coding", "ask"),
 }
 
 
@@ -108,6 +109,7 @@ def test_spec_bench_gives_so_many_of_each_of_its_subtasks(tmp_path: Path) -> Non
         ("spec_bench", None, "not on the hub; name the file"),
         ("gsm8k", "rows.jsonl", "row 1, is none of gsm8k: it has prompt"),
         ("gsm8k", "empty.jsonl", "holds no row"),
+        ("speed_bench", "unfilled.jsonl", "holds placeholders"),
         ("gsm8k", "./nowhere", r"no such file: nowhere \(eval.datasets"),
     ],
 )
@@ -117,6 +119,8 @@ def test_what_is_no_such_set_is_refused_with_its_place(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "rows.jsonl", {"prompt": "x"})
     write(tmp_path / "empty.jsonl")
+    told = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    write(tmp_path / "unfilled.jsonl", {"category": "rag", "turns": [told]})
     with pytest.raises(Refused, match=reason):
         load_set(name, place, 1, Characters())
 
