@@ -79,12 +79,17 @@ def load_head(directory: Path) -> tuple[Eagle3Head, dict[str, Any]]:
     offsets = tensors.pop("d2t", None)
     try:
         config, made_for = Eagle3Config.from_dict(meta["config"]), dict(meta["target"])
-        head = Eagle3Head(config, None if offsets is None else ids_from_offsets(offsets))
+        ids_D = None if offsets is None else ids_from_offsets(offsets)
+        head = Eagle3Head(config, ids_D)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or repr(error)
         raise Refused(
             f"{directory}/head.json describes no EAGLE-3 head ({reason}); copy the checkpoint again"
         ) from None
+    if ids_D is not None and (ids_D[0] < 0 or ids_D[-1] >= config.vocab_size or not (ids_D.diff() > 0).all()):
+        raise Refused(
+            f"{directory}: d2t is no ascending map into 0..{config.vocab_size - 1}; copy the checkpoint again"
+        )
     wanted, found = head.state_dict(), tensors
     if wanted.keys() != found.keys():
         missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
