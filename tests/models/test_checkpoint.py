@@ -46,7 +46,7 @@ def map_beyond(directory: Path) -> None:
     write_tensors(directory / "head.safetensors", tensors | {"d2t": tensors["d2t"] + 1000})
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (misshapen, r"fc\.weight has shape \(192, 64\), head\.json says \(64, 192\)"),
     "map": (map_beyond, r"d2t is no ascending map into 0\.\.399"),
     "unknown key": (head_json(lambda m: m["config"].update(norm="x")), r"head\.json describes no .*'norm'"),
