@@ -121,6 +121,14 @@ def test_b34_a_head_keeps_its_rope_when_the_targets_is_of_a_kind_that_none_may_h
         import_head(unknown, tmp_path / "refused", target)
 
 
+def test_b34_a_yarn_that_ends_before_the_context_is_imported_when_the_targets_does_too(make_target, tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    target = describe_target(TargetConfig(path=str(make_target(rope_parameters=dict(yarn))), dtype="float32"))
+    head = exported(target, tmp_path / "export")
+    import_head(tmp_path / "export", tmp_path / "imported", target)
+    assert load_head(tmp_path / "imported")[0].config == head.config
+
+
 @pytest.mark.parametrize("factor", [None, 1.5])
 @pytest.mark.parametrize("attn", [None, 1.1])
 def test_b34_a_head_whose_attention_factor_the_engines_read_otherwise_is_refused(make_target, tmp_path, factor, attn):
