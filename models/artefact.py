@@ -80,6 +80,8 @@ def replacing_directory(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         _flush(path.parent)
     finally:
+        if aside.exists() and not path.exists():
+            os.replace(aside, path)
         for left in (temporary, aside):
             shutil.rmtree(left, ignore_errors=True)
 

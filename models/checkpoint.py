@@ -86,10 +86,15 @@ def load_head(directory: Path) -> tuple[DraftHead, dict[str, Any]]:
         if meta["algorithm"] not in kinds:
             raise Refused(f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of eagle3, mtp")
         config, made_for = kinds[meta["algorithm"]].from_dict(meta["config"]), dict(meta["target"])
-        head = make_head(config, None if offsets is None else ids_from_offsets(offsets))
+        ids_D = None if offsets is None else ids_from_offsets(offsets)
+        head = make_head(config, ids_D)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or repr(error)
         raise Refused(f"{directory}/head.json describes no draft head ({reason}); copy the checkpoint again") from None
+    if ids_D is not None and (ids_D[0] < 0 or ids_D[-1] >= config.vocab_size or not (ids_D.diff() > 0).all()):
+        raise Refused(
+            f"{directory}: d2t is no ascending map into 0..{config.vocab_size - 1}; copy the checkpoint again"
+        )
     wanted, found = head.state_dict(), tensors
     if wanted.keys() != found.keys():
         missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())

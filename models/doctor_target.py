@@ -37,7 +37,8 @@ def judge_target(head: HeadFiles, target: Target) -> Iterator[Finding]:
         said = f"is {config.max_position_embeddings}{stretched}, the target's context is {target.context_length}"
         yield Finding("max_position_embeddings", f"{said}: not started", SGLANG)
         if (kind := config.rope_parameters.get("rope_type")) not in RAISED:
-            yield Finding("max_position_embeddings", f"{said}: with rope type {kind}, the server's are cut to it", VLLM)
+            cut = f"with rope type {kind}, the server's context is cut to it"
+            yield Finding("max_position_embeddings", f"{said}: {cut}", VLLM)
 
 
 def judge_family(model_type: str | None) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ leaving it out would make another head of it. The tensors are the file's, in fp3
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
 from collections.abc import Iterator
@@ -91,18 +90,25 @@ def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
 def _config(files: HeadFiles, target: Target) -> Eagle3Config:
     """Our configuration of the head, with the target's rope and context where they are the same in effect."""
     config, rope = files.eagle3_config(_planes(files, target)), _rope(files)
-    its = Eagle3Config.for_target(target, config.aux_layers, DraftConfig(rope_parameters=rope))
+    draft = DraftConfig(rope_parameters={} if _as_in(target, rope, config) else rope)
+    its = Eagle3Config.for_target(target, config.aux_layers, draft)
     for key in ("vocab_size", "target_hidden_size", "hidden_size"):
         if getattr(config, key) != getattr(its, key):
             raise Refused(
                 f"{files.directory} has {key}={getattr(config, key)}, the target {target.path} {getattr(its, key)}"
             )
-    context = its.max_position_embeddings
-    with contextlib.suppress(Refused):  # of a kind that a head may not have: the head's own stays
+    shared = ("rope_parameters", "max_position_embeddings")
+    return replace(config, **{key: getattr(its, key) for key in shared})
+
+
+def _as_in(target: Target, rope: dict[str, Any], config: Eagle3Config) -> bool:
+    """Whether a head's rotation is the target's, which may be of a kind that no head has."""
+    try:
         theirs = standardised(target.config.rope_parameters)
-        if same_rotation((rope, context), (theirs, context), config.head_dim):
-            rope, context = theirs, target.positions_for(theirs)
-    return replace(config, rope_parameters=rope, max_position_embeddings=context)
+    except Refused:
+        return False
+    context = target.context_length
+    return same_rotation((rope, context), (theirs, context), config.head_dim)
 
 
 def _rope(files: HeadFiles) -> dict[str, Any]:

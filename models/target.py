@@ -230,6 +230,7 @@ def describe_target(settings: TargetConfig, option: str = "target.path=") -> Tar
     Raises:
         Refused: there is no such directory or it holds no transformers configuration.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     directory = Path(settings.path).expanduser()
@@ -237,8 +238,8 @@ def describe_target(settings: TargetConfig, option: str = "target.path=") -> Tar
         directory = _from_hub(settings.path, option)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).splitlines()[:2])
         raise Refused(f"{option}{settings.path} holds no usable config.json ({reason})") from None
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))

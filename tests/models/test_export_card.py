@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 
 import conf
 from models.artefact import file_sha256, write_json
-from models.card import Story, write_card
+from models.card import Story, public_name, write_card
 from models.config import ExportConfig
 from models.errors import Refused
-from models.export import export_head, push
+from models.export import export_head, named, push
 from tests.models.heads import save_trained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +156,47 @@ def test_two_exports_of_a_checkpoint_have_the_same_card(run, tmp_path, make_targ
         assert (tmp_path / name / "README.md").read_text() == text
 
 
+@pytest.mark.parametrize(
+    "given", ["{}", "{}/", "{}/.", "{}/../{name}", "./{name}", "./{name}/", "{name}", "sub/../{name}", "~/{name}"]
+)
+def test_a_target_given_as_a_directory_is_called_by_its_last_component(tmp_path, monkeypatch, given):
+    directory = tmp_path / "home/some-target"
+    directory.mkdir(parents=True)
+    (directory.parent / "sub").mkdir()
+    monkeypatch.chdir(directory.parent)
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert public_name(given.format(directory, name=directory.name)) == "some-target"
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ("owner/some-target", "owner/some-target"),
+        ("/data/models/some", "target"),
+        ("./some", "target"),
+        ("../some", "target"),
+        ("runs/x/y", "target"),
+        ("some", "target"),
+        ("", "target"),
+        (3, "target"),
+        (None, "target"),
+    ],
+)
+def test_a_targets_configuration_names_it_only_with_a_name_on_the_hub(tmp_path, known, told):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text(json.dumps({"_name_or_path": known}))
+    assert public_name(f"{tmp_path}/target/") == told
+    assert public_name("owner/on-the-hub") == "owner/on-the-hub"
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_no_path_of_the_target_is_on_the_card(run, make_target, slash):
+    settings = named(ExportConfig(), Story.of(run, run / "nowhere"), f"{make_target()}{slash}")
+    assert settings.base_model == "target"
+    text = card(run, base_model=settings.base_model)
+    assert "vllm serve target " in text and str(run.parent) not in text
+
+
 class Hub:
     """Stands in for the hub's client; `calls` is what it was asked."""
 
@@ -228,7 +269,17 @@ def test_the_command_exports_writes_the_card_and_keeps_the_token_to_itself(run, 
 
 
 @pytest.mark.parametrize(
-    "override", ["export.dialect=gguf", "export.k=0", "export.push_to=nowhere", "export.dtype=float8", "export.kk=1"]
+    "override",
+    [
+        "export.base_model=/data/target",
+        "export.base_model=~/t",
+        "export.base_model=./t",
+        "export.dialect=gguf",
+        "export.k=0",
+        "export.push_to=nowhere",
+        "export.dtype=float8",
+        "export.kk=1",
+    ],
 )
 def test_b43_an_impossible_export_is_refused_with_its_key(override):
     with pytest.raises(Refused, match=override.split("=")[0].split(".")[1]):

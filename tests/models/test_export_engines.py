@@ -41,6 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rope yarn": ({"rope_parameters": YARN}, {}),
     "rope yarn, ragged ramp": ({"rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}}, {}),
     "rope yarn, attention factor": ({"rope_parameters": YARN | {"attention_factor": 1.5}}, {}),
+    "rope of the head's own": ({}, {"rope_parameters": YARN | {"attention_factor": 1.5}}),
+    "rope of the head's own, the target's scaled": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
+    ),
     "rope yarn, mscale": ({"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, {}),
 }
 

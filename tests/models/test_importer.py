@@ -100,6 +100,84 @@ def test_a_head_with_a_rope_of_its_own_keeps_it(target, tmp_path):
     assert config.max_position_embeddings == target.config.max_position_embeddings
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, PARTIAL], ids=["longrope", "partial"])
+def test_b34_a_head_keeps_its_rope_when_the_targets_is_of_a_kind_that_none_may_have(
+    make_target, tmp_path, monkeypatch, capsys, rope
+):
+    target = describe_target(TargetConfig(path=str(make_target(rope_parameters=rope)), dtype="float32"))
+    own = {"rope_type": "default", "rope_theta": 20_000.0}
+    head = exported(target, tmp_path / "export", dtype="float32", rope_parameters=own)
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", as_specforge)
+    arguments = [foreign, "--target", target.path, "--out", tmp_path / "imported"]
+    monkeypatch.setattr(sys, "argv", ["importer", *map(str, arguments)])
+    importer.main()
+    again, _ = load_head(tmp_path / "imported")
+    assert again.config == head.config and again.config.rope_parameters == own
+    assert "draft.rope_parameters={rope_theta:20000.0,rope_type:default}" in capsys.readouterr().out
+    export_head(tmp_path / "imported", tmp_path / "again", target, ExportConfig())
+    assert not [finding for finding in diagnose(tmp_path / "again", target) if finding.wrong]
+    unknown = changed(tmp_path / "export", tmp_path / "unknown", key(rope_scaling={"rope_type": "made-up"}))
+    with pytest.raises(Refused, match="cannot be imported: its own rope parameters"):
+        import_head(unknown, tmp_path / "refused", target)
+
+
+def test_b34_a_yarn_that_ends_before_the_context_is_imported_when_the_targets_does_too(make_target, tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    target = describe_target(TargetConfig(path=str(make_target(rope_parameters=dict(yarn))), dtype="float32"))
+    head = exported(target, tmp_path / "export")
+    import_head(tmp_path / "export", tmp_path / "imported", target)
+    assert load_head(tmp_path / "imported")[0].config == head.config
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+@pytest.mark.parametrize("attn", [None, 1.1])
+def test_b34_a_head_whose_attention_factor_the_engines_read_otherwise_is_refused(make_target, tmp_path, factor, attn):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+    own = yarn if factor is None else yarn | {"attention_factor": factor}
+    target = describe_target(TargetConfig(path=str(make_target(rope_parameters=dict(own))), dtype="float32"))
+    exported(target, tmp_path / "export")
+    import_head(tmp_path / "export", tmp_path / "right", target)
+    assert load_head(tmp_path / "right")[0].config.rope_parameters == own
+
+    def edit(config: dict[str, Any], _: Any) -> None:
+        config["rope_scaling"].pop("attn_factor", None)
+        if attn is not None:
+            config["rope_scaling"]["attn_factor"] = attn
+
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", edit)
+    if factor is None and attn is None:
+        import_head(foreign, tmp_path / "imported", target)
+        return
+    with pytest.raises(Refused, match=r"vLLM multiply cosines and sines by .* SGLang by .* \(attn_factor\)"):
+        import_head(foreign, tmp_path / "imported", target)
+
+
+def test_what_the_command_cannot_read_or_write_is_one_line_that_names_its_option(target, tmp_path, monkeypatch, capsys):
+    exported(target, tmp_path / "export")
+    (tmp_path / "file").touch()
+    for place, out, told in (
+        (tmp_path / "nowhere", tmp_path / "out", f"--target {tmp_path / 'nowhere'} is not a directory"),
+        (target.path, tmp_path / "file" / "out", "file"),
+    ):
+        arguments = [tmp_path / "export", "--target", place, "--out", out]
+        monkeypatch.setattr(sys, "argv", ["importer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            importer.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert left.value.code == 2 and told in line and "target.path" not in line
+
+
 def test_the_command_says_how_to_go_on(target, tmp_path, monkeypatch, capsys):
     exported(target, tmp_path / "export", fc_norm=True)
     arguments = [tmp_path / "export", "--target", target.path, "--out", tmp_path / "imported"]

@@ -209,6 +209,25 @@ def test_b20_the_draft_vocabulary_is_exact_ascending_and_padded_by_lowest_id():
     assert maps(torch.tensor([1, 4, 7]), 10)[0].tolist() == [1, 3, 5]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["3", "[]", "{}", "{", '{"model_type": "llama", "hidden_size": "x"}', '{"model_type": "llama", "rope_scaling": 3}'],
+)
+def test_a_target_whose_configuration_is_none_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Refused, match=rf"target\.path={tmp_path} holds no usable config\.json") as caught:
+        describe(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": 3}', "{}"])
+def test_b30_an_index_of_a_target_that_is_none_is_refused(make_target, text):
+    directory = make_target()
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(Refused, match=r"model\.safetensors\.index\.json is no index of shards"):
+        describe(directory).load_embedding()
+
+
 def test_a_missing_target_is_refused_in_one_line(tmp_path):
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(Refused, match="target.path="):
