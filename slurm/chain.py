@@ -57,6 +57,7 @@ def chain(values: Values, directory: Path) -> list[Stage]:
         stages.append(Stage("generate", "slurm.generate", sections, "generate", packed, str(output)))
     shards, checkpoints = directory / "features/shards/*.json", directory / "train/checkpoints/step-*"
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
+    summary, measured = directory / "eval/summary.json", directory / "eval/*.json*"
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
     if spool(values) is None:
         if values["features_of"] is None:
@@ -69,7 +70,7 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     return [
         *stages,
         Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"),
-        Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", directory / "eval/summary.json"),
+        Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", summary, str(measured)),
     ]
 
 

@@ -20,7 +20,7 @@ class JobConfig:
         processes_per_node: the same where there are no GPUs.
         cpus_per_node: of one node's processes together.
         memory: of a node, as sbatch understands it ("64G").
-        time: limit as sbatch understands it ("24:00:00"); training and arrays go on after it.
+        time: limit as sbatch understands it ("24:00:00"); training, arrays and the evaluation go on after it.
         partition: another one than `cluster.partition`.
     """
 
@@ -72,8 +72,9 @@ class ClusterConfig:
         python: interpreter on the nodes (in the container, if there is one); null takes the one that submits.
         scratch: folder that all nodes see, on a file system with locks, in which a run's spool lies under its name;
             null leaves it to `spool.directory`.
-        signal_s: seconds before the time limit at which training is asked to save and is requeued.
-        requeues: how often a job of training or of an array may be requeued without progress in between.
+        signal_s: seconds before the time limit at which training is asked to save and is requeued; so are arrays and
+            the evaluation, which keep what they have as it is.
+        requeues: how often such a job may be requeued without progress in between.
     """
 
     partition: str | None = None

@@ -82,7 +82,7 @@ beside() {
         child=$!
         wait "$child" || code=$?
     done
-    echo "$code" >>"$failed"
+    echo "$code" >>"$failed" || true # on a full disk training is stopped all the same
     echo "job $job: $DRAFTSMITH_BESIDE ended with exit code $code (log: $log): $(tail -n 1 "$log")"
     while kill -USR1 $$; do
         pause 20 # longer than it takes to begin: what has no handler yet is ended by the signal

@@ -5,8 +5,9 @@ All of it is read from the files of the stages. What a stage does not write down
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def count_lines(path: Path) -> int:
         return sum(1 for _ in handle)
 
 
+def written_at(paths: Iterable[Path]) -> dict[Path, float]:
+    """When each was last written, of those that are still there: the stage goes on and may remove what it has seen."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found[path] = path.stat().st_mtime
+    return found
+
+
 def in_words(done: int, of: int | None, units: str) -> str:
     """So many of so many."""
     return f"{done:,} of {of:,} {units}" if of else f"{done:,} {units}"
@@ -95,7 +105,7 @@ def extracted(features: Path, since: float | None) -> Pace:
         manifest = read_json(features / "manifest.json")
         totals, done = manifest["totals"], len(manifest["files"])
         return Pace(done, done, told=f"{totals['tokens']:,} tokens, {totals['bytes'] / 1e9:.2f} GB")
-    written = [path.stat().st_mtime for path in features.glob("shards/*.json")]
+    written = list(written_at(features.glob("shards/*.json")).values())
     if not written:
         return NOTHING
     of = None
@@ -130,7 +140,8 @@ def trained(train: Path, found: dict[str, object], since: float | None) -> Pace:
     done, of = lines[-1]["step"], next((line["of"] for line in reversed(lines) if "of" in line), None)
     left = None
     if since is not None:
-        saved = [(int(path.name.split("-")[1]), path.stat().st_mtime) for path in train.glob("checkpoints/step-*[0-9]")]
+        found_at = written_at(train.glob("checkpoints/step-*[0-9]"))
+        saved = [(int(path.name.split("-")[1]), at) for path, at in found_at.items()]
         here = [each for each in saved if each[1] >= since and each[0] < done]
         first, when = min(here) if here else (max((step for step, at in saved if at < since), default=0), since)
         left = rest(done, of, first, (train / "metrics.jsonl").stat().st_mtime - when)

@@ -89,9 +89,11 @@ class Cluster:
             rows = self.command("squeue", "--noheader", f"--jobs={job}", "--array", "--format=%i %T %r").splitlines()
             parts = [row.split(maxsplit=2) for row in rows]
             held = [part for part, state, reason in parts if state == "PENDING" and reason == "BeginTime"]
-            for part in held:  # again and again: a script that ends only now begins the delay anew
-                now = ["scontrol", "update", f"JobId={part}", "StartTime=now"]
-                subprocess.run(now, env=self.environment, capture_output=True)  # it may have begun meanwhile
+            for part in held:  # not this very second: a node refuses a job that was revoked in the same one
+                soon = ["scontrol", "update", f"JobId={part}", "StartTime=now+2"]
+                subprocess.run(soon, env=self.environment, capture_output=True)  # it may have begun meanwhile
+            if held:  # a script that ends only now begins the delay anew
+                time.sleep(4)
             return not held and all(state != "COMPLETING" for _, state, _ in parts)
 
         until(goes_on, f"job {job} goes on", self, 300)

@@ -187,21 +187,18 @@ def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
     cluster.command("scontrol", "requeue", job)
     cluster.requeued(job, 1)
-    until(lambda: not processes("train", "preempted"), "the first ones have ended", cluster, 120)
+    told, asked = run / f"slurm/train-{job}.log", f"job {job}: asked to stop"
+    until(lambda: "going on after step" in told.read_text(), "training goes on", cluster, 600)
     first = steps(run)
-    until(lambda: steps(run) > first, "training goes on", cluster, 900)
+    until(lambda: steps(run) > first, "another step", cluster, 600)
     held = processes("train", "preempted")
     assert len(held) == 2
     for process in held:
         os.kill(process, signal.SIGSTOP)
     try:
-        asked, used = (
-            f"job {job}: asked to stop",
-            cluster.command("squeue", "--noheader", f"--jobs={job}", "--format=%M"),
-        )
-        limit_at = scheduler.seconds(used.strip()) // 60 + 3
-        cluster.command("scontrol", "update", f"JobId={job}", f"TimeLimit={limit_at}")
-        until(lambda: asked in (run / f"slurm/train-{job}.log").read_text(), "USR1 comes", cluster, 300)
+        used = cluster.command("squeue", "--noheader", f"--jobs={job}", "--format=%M").strip()
+        cluster.command("scontrol", "update", f"JobId={job}", f"TimeLimit={scheduler.seconds(used) // 60 + 3}")
+        until(lambda: asked in told.read_text(), "USR1 comes", cluster, 300)
         cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     finally:
         for process in held:
@@ -209,7 +206,7 @@ def test_b42_training_preempted_twice_ends_with_the_losses_of_one_that_was_not(
     cluster.requeued(job, 2)
     assert cluster.wait(job) == "COMPLETED", said(run)
     assert cluster.restarts(job) == 2
-    log = (run / f"slurm/train-{job}.log").read_text()
+    log = told.read_text()
     after = log[log.index(asked) :]
     assert len(re.findall(r"asked to stop: step \d+ is saved", after)) == 1, "all saved and left together"
     assert f"job {job}: exit code 75, requeued to go on" in after
@@ -260,21 +257,21 @@ def test_streaming_is_one_job_on_two_nodes_that_is_requeued_as_a_whole_when_extr
     job = jobs(run)["train"]
     log = run / f"slurm/train-{job}.log"
     claims = Claims(spool)
+    later = contextlib.ExitStack()
     with claims.unit(8, wait=False):
         until(lambda: steps(run) >= 3, "three steps of training", cluster, 600)
         nodes = cluster.command("squeue", "--noheader", f"--jobs={job}", "--format=%N").split()
         assert len(set(nodes)) == 2
         (extraction,) = processes("featurize", "streamed")
         os.kill(extraction, signal.SIGKILL)
+        later.enter_context(claims.unit(20, wait=False))
         cluster.requeued(job, 1)
     assert "extract ended with exit code" in log.read_text()
     assert re.search(r"asked to stop: step \d+ is saved", log.read_text()), "training left with what it had"
-    first = steps(run)
-    with claims.unit(20, wait=False):
-        until(lambda: steps(run) > first, "training goes on", cluster, 600)
-        cluster.command(
-            "scontrol", "update", f"NodeName={nodes[1]}", "State=DOWN", "Reason=test"
-        )  # it will answer again
+    with later:
+        until(lambda: steps(run) >= 10, "ten steps of training", cluster, 600)
+        down = ("State=DOWN", "Reason=test")  # until it answers again
+        cluster.command("scontrol", "update", f"NodeName={nodes[1]}", *down)
         until(lambda: cluster.restarts(job) == 2, "both are requeued", cluster, 120)
         cluster.requeued(job, 2)
     assert cluster.wait(job) == "COMPLETED", said(run)
