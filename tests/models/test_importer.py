@@ -148,7 +148,7 @@ def test_b34_a_head_whose_attention_factor_the_engines_read_otherwise_is_refused
     target = describe_target(TargetConfig(path=str(make_target(rope_parameters=dict(own))), dtype="float32"))
     exported(target, tmp_path / "export")
     import_head(tmp_path / "export", tmp_path / "right", target)
-    assert load_head(tmp_path / "right")[0].config.rope_parameters == own
+    assert load_head(tmp_path / "right")[0].config.to_dict()["rope_parameters"] == own
 
     def edit(config: dict[str, Any], _: Any) -> None:
         config["rope_scaling"].pop("attn_factor", None)

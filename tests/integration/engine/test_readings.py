@@ -10,7 +10,7 @@ import pytest
 
 from models.config import ExportConfig
 from models.export import export_head
-from models.families import GEMMA3
+from models.serving import GEMMA3
 from tests.integration.engine.test_heads import ROPES, VLLM
 from tests.models.heads import save_trained
 from tests.models.test_export_families import family

@@ -10,9 +10,9 @@ import pytest
 from models.card import Story, write_card
 from models.config import EngineConfig, ExportConfig
 from models.export import export_head
-from models.families import family as remarks
-from models.families import vllm_arguments
 from models.servers import command
+from models.serving import family as remarks
+from models.serving import vllm_arguments
 from tests.models.heads import save_trained
 from tests.models.test_export_families import family
 
