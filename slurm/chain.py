@@ -40,7 +40,7 @@ class Stage:
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
-    """The stages of a run, in order: only for a packaged target, data of its own making, features of its own the first."""
+    """The stages of a run, in order; preparation, generation and extraction only where they are the run's own."""
     output = Path(values["generate"]["output"]).expanduser()
     packed = output.with_name(output.name + ".gz")
     made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
@@ -55,8 +55,8 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
     if values["features_of"] is None:
-        sections = ("target", "data", "featurize")
-        stages.append(Stage("extract", "featurize", sections, "featurize", features, str(shards)))
+        read = ("target", "data", "featurize")
+        stages.append(Stage("extract", "featurize", read, "featurize", features, str(shards)))
     return [
         *stages,
         Stage("train", "train", trained_by, "train", train, str(checkpoints)),
