@@ -111,6 +111,20 @@ def test_trained_values_come_back_rounded_to_the_dtype_of_the_source_and_nothing
     )
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+def test_transformers_reads_the_copy_as_the_same_target(sharded, tmp_path):
+    source = save_native("deepseek_v3", tmp_path / "source", sharded=sharded)
+    (tmp_path / "out").mkdir()
+    target, head = load(source)
+    write_native(tmp_path / "out", head, target)
+    logits = []
+    for directory in (source, tmp_path / "out"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(model(torch.arange(20)[None]).logits)
+    assert torch.equal(*logits)
+
+
 def test_the_shards_beside_it_are_links_and_what_may_be_edited_is_a_copy(tmp_path):
     source = save_native("qwen3_5", tmp_path / "source", sharded=True)
     (tmp_path / "out").mkdir()
