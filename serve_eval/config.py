@@ -11,7 +11,7 @@ class DraftingConfig:
     """What drafts in the reference decoder, in which shape, and how tokens are drawn.
 
     Attributes:
-        method: "eagle3" (the exported head), "ngram" (prompt lookup) or "draft_model".
+        method: "eagle3" (the exported head, MTP or other), "ngram" (prompt lookup) or "draft_model".
         model: local directory of the draft model; it must have the target's tokenizer.
         tree: "chain" of eval.k tokens, "static" (see `paths`) or "dynamic" (EAGLE-2: of eval.k levels that each
             read `width` nodes and draft `width` children of each, the likeliest `nodes` are verified).

@@ -44,7 +44,7 @@ class Stage:
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
-    """The stages of a run, in order, without those that make what it has from elsewhere (target, data, features)."""
+    """The stages of a run, in order; preparation, generation and extraction only where they are the run's own."""
     output = Path(values["generate"]["output"]).expanduser()
     packed = output.with_name(output.name + ".gz")
     made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}

@@ -112,7 +112,7 @@ def test_b41_the_card_has_the_commands_of_both_engines(make_target, tmp_path):
     )
     assert '\'{"method": "mtp", "model": ".", "num_speculative_tokens": 2}\'' in text
     assert "--speculative-algorithm NEXTN" in text and "--speculative-num-draft-tokens 3" in text
-    assert "# MTP draft head for o/t" in text and "- mtp" in text and "eagle" not in text.lower()
+    assert "# MTP draft head for o/t" in text and "- mtp" in text and "- eagle3" not in text
 
 
 def test_b37_the_targets_own_module_goes_back_bit_for_bit_when_nothing_was_trained(tmp_path):
