@@ -198,13 +198,14 @@ def test_fp16_rounds_log_probabilities_an_eighth_as_much_as_bf16() -> None:
 
 
 def test_a_shard_says_what_it_holds_and_is_as_large_as_was_promised(extracted, capsys) -> None:
-    store = extracted("a", f"featurize.teacher_k={KEPT}")
+    store = extracted("a", f"featurize.teacher_k={KEPT}", "featurize.encoding=int8")
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "bytes per token" in line]
     totals = store.manifest["totals"]
-    tensors = totals["tokens"] * (4 + 3 * 64 * 2) + totals["teacher_positions"] * (KEPT * 4 + 8)
+    files = [path.stat().st_size for path in (store.directory / "shards").glob("*.safetensors")]
+    tensors = totals["tokens"] * (4 + 3 * (64 + 2)) + totals["teacher_positions"] * (KEPT * 4 + 8)
+    tensors += len(files) * 3 * 64 * 2
     assert f" {tensors / totals['tokens']:,.0f} bytes per token" in said
-    shards = sum(path.stat().st_size for path in (store.directory / "shards").glob("*.safetensors"))
-    assert tensors < shards < tensors + 2000 * len(list((store.directory / "shards").glob("*.safetensors")))
+    assert tensors < sum(files) < tensors + 2000 * len(files)
     assert json.loads((store.directory / "manifest.json").read_text())["contract"]["teacher_k"] == KEPT
 
 
