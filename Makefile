@@ -36,7 +36,7 @@ endef
 
 FORCE:
 
-.PHONY: FORCE help demo env vllm-env test lint test-engine test-slurm gpu-check conversations clean
+.PHONY: FORCE help demo env vllm-env test lint test-engine test-slurm test-scale gpu-check conversations clean
 
 help:  ## this list
 	@echo 'make TARGET   (PYTHON=$(PYTHON) TORCH=$(TORCH) VLLM="$(VLLM)" EXTRAS=$(EXTRAS))'
@@ -70,7 +70,7 @@ vllm-env: .venv-vllm/.ready  ## .venv-vllm: vLLM, in an environment of its own
 	@touch $@
 
 test: env  ## the test suite, but for what needs vLLM, Slurm or a GPU
-	@$(PY) -m pytest -q
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --dist loadfile
 
 lint: env  ## ruff and mypy
 	@$(PY) -m ruff check .
@@ -90,6 +90,9 @@ test-slurm: env  ## tests on a real Slurm on this machine (as root; installs it 
 	    { echo "make: apt-get failed: $$(tail -n 1 .slurm-install.log) (log: .slurm-install.log)" >&2; exit 2; }; \
 	fi
 	@$(PY) -m pytest -q -m slurm
+
+test-scale: env  ## streaming at its real size: 640 MB of features through 64 MB (a few minutes)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m scale
 
 gpu-check: env  ## equality tests on a GPU, then the benchmark at 8B shapes (under 5 minutes)
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

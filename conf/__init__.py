@@ -45,12 +45,14 @@ class Run:
         name: the run's name; with `root` it fixes every path, so a second launch resumes the first.
         root: folder of all runs.
         cache: folder of prepared targets.
+        features_of: another run under `root` whose features this one trains on, instead of extracting its own.
         dry_run: `python -m slurm.submit` shows what it would submit, and submits nothing.
     """
 
     name: str = "???"
     root: str = "runs"
     cache: str = "~/.cache/draftsmith"
+    features_of: str | None = None
     dry_run: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -29,11 +29,14 @@ from featurize.store import (
 )
 from featurize.teacher import Drafted
 from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
+from models.errors import Refused
 from models.target import aux_layers, describe_target
 
 
 def work(run: Run) -> bool:
     """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
+    if run.features_of is not None:
+        raise Refused(f"features_of={run.features_of} names the run whose features these are; extract them as that run")
     streaming = run.spool.gigabytes is not None
     directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)

@@ -148,6 +148,20 @@ def remove_leftovers(directory: Path, unit: Unit | None = None) -> None:
             leftover.unlink()
 
 
+def link_features(directory: Path, owner: str) -> None:
+    """Give a run the features of the run `owner` beside it, by a relative link.
+
+    Raises:
+        Refused: it has features of its own.
+    """
+    features = directory / "features"
+    features.parent.mkdir(parents=True, exist_ok=True)
+    if not features.is_symlink():
+        if features.exists():
+            raise Refused(f"{features} is a folder of its own, not that of run {owner}; choose another name=...")
+        features.symlink_to(Path("..", owner, "features"), target_is_directory=True)
+
+
 def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
     """Check that a features folder is new or belongs to these inputs.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from models.artefact import file_sha256, read_json, read_json_lines, write_bytes
 from models.config import ExportConfig
+from models.engines import sglang_options, vllm_options
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -106,7 +107,7 @@ def worth(story: Story, weights: str) -> str:
             f"{measured['k']} drafted tokens, measured by draftsmith's reference decoder:\n\n"
             + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
         )
-        cells = [cell for cell in served.get("cells", []) if cell["method"] == "eagle3" and cell["route"] == "all"]
+        cells = [cell for cell in served.get("cells", []) if cell["method"] != "none" and cell["route"] == "all"]
         if cells:
             told = [
                 [str(c["concurrency"]), "n/a" if c["al"] is None else f"{c['al']:.3f}", str(c["output_tokens_per_s"])]
@@ -129,18 +130,26 @@ def worth(story: Story, weights: str) -> str:
     return "Not evaluated, and its training left no validation here: n/a."
 
 
-def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str) -> str:
-    """The section with the commands."""
+def serving(config: dict[str, Any], settings: ExportConfig, k: int, dtype: str, head: dict[str, Any] | None) -> str:
+    """The section with the commands.
+
+    Args:
+        head: of an MTP head, what export.json says of it.
+    """
     directory, target = settings.push_to or ".", settings.base_model
-    speculative = json.dumps({"method": "eagle3", "model": directory, "num_speculative_tokens": k})
-    vllm = f"vllm serve {target} --dtype {dtype} --speculative-config '{speculative}'"
-    sglang = (
-        f"python -m sglang.launch_server --model-path {target} --dtype {dtype} --speculative-algorithm EAGLE3 \\\n"
-        f"    --speculative-draft-model-path {directory} --speculative-num-steps {k} --speculative-eagle-topk 1 \\\n"
-        f"    --speculative-num-draft-tokens {k + 1}"
+    method, native = ("eagle3", False) if head is None else ("mtp", bool(head["native"]))
+    served, model = (directory, None) if native else (target, directory)
+    options = vllm_options(method, model, k).items()
+    vllm = " ".join(
+        [f"vllm serve {served} --dtype {dtype}", *(f"{name} '{json.dumps(value)}'" for name, value in options)]
     )
+    words = [f"{name} {value}" for name, value in sglang_options(method, model, k).items()]
+    lines = [f"python -m sglang.launch_server --model-path {served} --dtype {dtype} {words[0]}"]
+    lines += [" ".join(words[first : first + 3]) for first in range(1, len(words), 3)]
+    sglang = " \\\n    ".join(lines)
     where = "" if settings.push_to else " from inside this directory"
-    named = "" if HUB_NAME.fullmatch(str(target)) else f"`{target}` stands for the target's own directory. "
+    stands = f"`{target}` stands for the target's own directory. "
+    named = "" if native or HUB_NAME.fullmatch(str(target)) else stands
     text = named + f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
     if "speculators_config" in config:
         return text + "SGLang does not read this dialect (speculators); export it with `export.dialect=plain`."
@@ -189,7 +198,31 @@ def _trained(story: Story) -> str:
 def _planes(config: dict[str, Any]) -> str:
     if ids := config.get("eagle_aux_hidden_state_layer_ids"):
         return f"the target's residual stream after {ids} layers"
-    return "the target's last hidden state, after its final norm (there is no fc)"
+    return "the target's last hidden state, after its final norm"
+
+
+def _eagle3_shape(config: dict[str, Any], layer: dict[str, Any]) -> list[list[str]]:
+    vocabulary, draft = layer["vocab_size"], config["draft_vocab_size"]
+    flags = [key for key in ("norm_before_fc", "fc_norm", "norm_output") if config[key]]
+    return [
+        ["algorithm", f"EAGLE-3{'.1' if flags else ''}, one layer, {', '.join(flags) or 'no extra norms'}"],
+        ["hidden size, MLP, heads", f"{layer['hidden_size']}, {layer['intermediate_size']}, "
+         f"{layer['num_attention_heads']} of {layer['head_dim']} ({layer['num_key_value_heads']} for keys and values)"],
+        ["planes", _planes(config)],
+        ["vocabulary", f"{draft} of {vocabulary} tokens" if draft < vocabulary else f"all {vocabulary} tokens"],
+        ["dtype", config["torch_dtype"]],
+    ]  # fmt: skip
+
+
+def _mtp_shape(head: dict[str, Any], record: dict[str, Any]) -> list[list[str]]:
+    block, dtypes = head["block"], sorted({tensor["dtype"] for tensor in record["tensors"].values()})
+    return [
+        ["algorithm", f"multi-token prediction, one module of the family {head['family']}"],
+        ["hidden size, heads", f"{block['hidden_size']}, {block['num_attention_heads']}"],
+        ["planes", _planes({})],
+        ["vocabulary", f"all {block['vocab_size']} tokens; embedding and output head are the target's"],
+        ["dtype", ", ".join(dtype.removeprefix("torch.") for dtype in dtypes)],
+    ]
 
 
 def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str) -> str:
@@ -199,37 +232,36 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
         settings: with base_model filled in.
         dtype: the dtype the target is served in.
     """
-    config, weights = read_json(directory / "config.json"), file_sha256(directory / "model.safetensors")
-    record, layer = read_json(directory / "export.json"), config.get("transformer_layer_config", config)
+    config, record = read_json(directory / "config.json"), read_json(directory / "export.json")
+    file, head = record.get("file", "model.safetensors"), record.get("head")
+    weights, layer = file_sha256(directory / file), config.get("transformer_layer_config", config)
     k = draft_tokens(story, weights, settings)
     front = [f"license: {json.dumps(settings.license)}"] if settings.license else []
     if HUB_NAME.fullmatch(settings.base_model or ""):
         front.append(f"base_model: {settings.base_model}")
-    front += ["tags:", "- speculative-decoding", "- eagle3"]
-    vocabulary, draft = layer["vocab_size"], config["draft_vocab_size"]
-    flags = [key for key in ("norm_before_fc", "fc_norm", "norm_output") if config[key]]
+    front += ["tags:", "- speculative-decoding", "- mtp" if head else "- eagle3"]
     shape = [
         ["target", f"{settings.base_model}"],
-        ["algorithm", f"EAGLE-3{'.1' if flags else ''}, one layer, {', '.join(flags) or 'no extra norms'}"],
-        ["hidden size, MLP, heads", f"{layer['hidden_size']}, {layer['intermediate_size']}, "
-         f"{layer['num_attention_heads']} of {layer['head_dim']} ({layer['num_key_value_heads']} for keys and values)"],
-        ["planes", _planes(config)],
-        ["vocabulary", f"{draft} of {vocabulary} tokens" if draft < vocabulary else f"all {vocabulary} tokens"],
-        ["dtype", config["torch_dtype"]],
+        *(_mtp_shape(head, record) if head else _eagle3_shape(config, layer)),
         ["made for the target with", f"`{record['target']['config_hash']}` (configuration), "
          f"`{record['target']['weights_hash']}` (weights)"],
-        ["sha256 of model.safetensors", f"`{weights}`"],
+        [f"sha256 of {file}", f"`{weights}`"],
     ]  # fmt: skip
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     guess = "" if k else f" The k of {USUAL_K} is a usual start: this head was neither evaluated nor trained here."
     parts = [
         "---\n" + "\n".join(front) + "\n---",
-        f"# EAGLE-3 draft head for {settings.base_model}",
+        f"# {'MTP' if head else 'EAGLE-3'} draft head for {settings.base_model}",
         "A draft head for speculative decoding: it proposes tokens that the target then accepts or replaces, so the "
-        "output stays the target's. It holds no embedding and works with this target only.",
+        "output stays the target's. "
+        + (
+            f"It is the target's own module, trained on, in {file} of a copy of the target."
+            if head and head["native"]
+            else "It holds no embedding and works with this target only."
+        ),
         _table(["what", "value"], shape),
         "## Serving",
-        serving(config, settings, k or USUAL_K, dtype) + guess,
+        serving(config, settings, k or USUAL_K, dtype, head) + guess,
         "## What it is worth",
         worth(story, weights),
         "## What it was made from",
@@ -244,9 +276,15 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
     return "\n\n".join(parts) + "\n"
 
 
+def holds_target(directory: Path) -> bool:
+    """Whether an export is a copy of the target with its own module trained on."""
+    return bool(_read(directory / "export.json").get("head", {}).get("native"))
+
+
 def write_card(directory: Path, story: Story, settings: ExportConfig, dtype: str) -> bool:
     """Write README.md into an export; False when it says the same already."""
-    path, text = directory / "README.md", card_text(directory, story, settings, dtype).encode()
+    path = directory / ("README-mtp.md" if holds_target(directory) else "README.md")  # its own README is the target's
+    text = card_text(directory, story, settings, dtype).encode()
     if path.exists() and path.read_bytes() == text:
         return False
     write_bytes(path, text)

@@ -53,7 +53,7 @@ def save_head(
     Args:
         weights: by parameter name, where they are not the head's own (a sharded head, say).
     """
-    tensors = dict(head.state_dict() if weights is None else weights)
+    tensors = dict(head.state_dict()) | dict(weights or {})  # buffers are the head's own: training leaves them alone
     if head.reduced:
         tensors["d2t"], _ = maps(head.ids_D.cpu(), head.config.vocab_size)
     write_tensors(directory / "head.safetensors", tensors)

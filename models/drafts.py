@@ -30,6 +30,13 @@ def head_config(target: Target, aux_layers: Sequence[int], draft: DraftConfig) -
     return MtpConfig.for_target(target, draft, native=draft.algorithm == "mtp_native")
 
 
+def kind(config: HeadConfig) -> str:
+    """What the head is called in tables."""
+    if isinstance(config, Eagle3Config):
+        return "EAGLE-3" if config.use_aux_hidden_state else "EAGLE-3 without fc"
+    return "MTP, the target's own" if config.native else "MTP"
+
+
 def make_head(config: HeadConfig, ids_D: torch.Tensor | None = None) -> DraftHead:
     """An untrained head; `ids_D` are the target ids of a reduced draft vocabulary."""
     return Eagle3Head(config, ids_D) if isinstance(config, Eagle3Config) else MtpHead(config)

@@ -192,6 +192,29 @@ def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
     )
 
 
+def vllm_options(method: str, model: str | None, k: int) -> dict[str, dict[str, Any]]:
+    """Options of `vllm serve`, by name, that make it draft.
+
+    Args:
+        method: "eagle3" or "mtp". model: where the head lies; None when it is in the target's own files.
+        k: tokens to draft per round.
+    """
+    own = {} if model is None else {"model": model}
+    overrides = {"--hf-overrides": MTP_OVERRIDES} if method == "mtp" and model is not None else {}
+    return {**overrides, "--speculative-config": {"method": method, **own, "num_speculative_tokens": k}}
+
+
+def sglang_options(method: str, model: str | None, k: int) -> dict[str, str]:
+    """The same for SGLang, whose count of tokens includes the root."""
+    return {
+        "--speculative-algorithm": {"eagle3": "EAGLE3", "mtp": "NEXTN"}[method],
+        **({} if model is None else {"--speculative-draft-model-path": model}),
+        "--speculative-num-steps": str(k),
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": str(k + 1),
+    }
+
+
 MTP_OVERRIDES = {"num_nextn_predict_layers": 1}
 """What vLLM must find in the target's configuration to lay a new MTP module over it."""
 

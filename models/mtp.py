@@ -211,7 +211,8 @@ class MtpHead(nn.Module):
         """Fuse what is elementwise and reads memory more often than it computes, as in `Eagle3Head`."""
         for module in self.modules():
             if type(module).__name__.endswith(("RMSNorm", "MLP")):
-                module.compile(dynamic=True)
+                # All norms share one function, and each width, rank and dtype is a compilation of its own.
+                module.compile(dynamic=True, recompile_limit=64)
 
     def fuse(self, planes_TAP: torch.Tensor) -> torch.Tensor:
         """See `Drafting`: the final plane as it is."""

@@ -24,6 +24,7 @@ from models.target import Target
 
 SHARD = "model-mtp.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_TOLD = 50
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,8 +46,8 @@ def load_native(target: Target, config: MtpConfig) -> MtpHead:
     missing, unexpected = sorted(views.keys() - found), sorted(found - views.keys() - copies.keys())
     if missing or unexpected:
         raise Refused(
-            f"{target.path}: its MTP module is not one of the family {config.family} as its config describes it: "
-            f"missing {missing}, unexpected {unexpected}"
+            f"draft.algorithm=mtp_native: the MTP module of {target.path} is not one of the family {config.family} as "
+            f"its config describes it: missing {_told(missing)}, unexpected {_told(unexpected)}"
         )
     for name, view in views.items():
         tensor = target.read(name)
@@ -61,6 +62,12 @@ def load_native(target: Target, config: MtpConfig) -> MtpHead:
         if not torch.equal(target.read(name), whole):
             raise Refused(f"{target.path}: {name} is not the target's own; such modules are not supported")
     return head
+
+
+def _told(names: Sequence[str]) -> str:
+    """A list for a message of one line; a quantised mixture of experts has thousands of scales."""
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return f"{names[:MOST_TOLD]}{more}"
 
 
 def native_tensors(head: MtpHead, target: Target) -> dict[str, torch.Tensor]:

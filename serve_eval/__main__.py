@@ -14,9 +14,11 @@ def main(run: Run) -> bool:
     from featurize.tokenised import load_renderer
     from models.artefact import file_sha256, fingerprint, read_json, write_json
     from models.checkpoint import describe
+    from models.drafts import kind
     from models.errors import Refused
-    from models.export import load_export, refresh_card
+    from models.export import load_export, refresh_card, weights_file
     from models.target import describe_target
+    from serve_eval.compare import read_others
     from serve_eval.prompts import load_prompts
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
@@ -29,10 +31,11 @@ def main(run: Run) -> bool:
     if made_for != describe(target):
         raise Refused(f"{export} was made for another target than {run.target.path}; export it again")
     prompts = load_prompts(run.eval.prompts, load_renderer(target, run.target))
-    weights = file_sha256(export / "model.safetensors")
+    weights = file_sha256(weights_file(export))
     exported = fingerprint([weights, file_sha256(export / "config.json")])
     drafter = describe_draft_model(run.eval.drafting, target)
-    settings = asdict(run.eval) | {"prompts": None}  # their contents count, not where they lie
+    others = read_others(run.directory.parent, run.eval.compare_with, prompts, run.eval.k)
+    settings = asdict(run.eval) | {"prompts": None, "compare_with": others}  # contents count, not where they lie
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
     asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
     key = fingerprint([describe(target), exported, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
@@ -60,10 +63,13 @@ def main(run: Run) -> bool:
         "date": date.today().isoformat(),
         "target": run.target.path,
         "head": str(export),
+        "kind": kind(head.config),
+        "native": head.config.native,
         "weights": weights,
         "machine": describe_machine(),
         "k": run.eval.k,
         "reference": measured["reference"],
+        "compared": others,
         "costs_ms": measured["costs_ms"],
         "best_k": measured["best_k"],
         "served": None,

@@ -11,7 +11,7 @@ class DraftingConfig:
     """What drafts in the reference decoder, in which shape, and how tokens are drawn.
 
     Attributes:
-        method: "eagle3" (the exported head), "ngram" (prompt lookup) or "draft_model".
+        method: "eagle3" (the exported head, MTP or other), "ngram" (prompt lookup) or "draft_model".
         model: local directory of the draft model; it must have the target's tokenizer.
         tree: "chain" of eval.k tokens, "static" (see `paths`) or "dynamic" (EAGLE-2: of eval.k levels that each
             read `width` nodes and draft `width` children of each, the likeliest `nodes` are verified).
@@ -104,6 +104,7 @@ class EvalConfig:
         concurrencies: closed-loop client counts of the served sweep.
         requests_per_route: fixed prompts per route in each cell of the sweep.
         device: device of the reference decoder.
+        compare_with: other runs, evaluated on the same prompts with the same k, whose acceptance is shown beside.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -118,6 +119,7 @@ class EvalConfig:
     warmup_requests: int = 2
     request_timeout_s: float = 300
     device: str = "auto"
+    compare_with: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for key in ("k", "served_k", "max_new_tokens", "served_new_tokens", "batch_size", "requests_per_route"):

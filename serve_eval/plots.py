@@ -20,9 +20,18 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 INK, MUTED, GRID = "#1c2330", "#667085", "#e4e7ec"
 BASELINE, SPECULATION, LOSS = "#98a2b3", "#2f5fd0", "#c0392b"
 ROUTES = ("#2f5fd0", "#d97706", "#12805c", "#a23b9c", "#0e8fa8", "#b4413c", "#6b5bd2", "#7a6a00")
-NAMES = {"none": "without a head", "eagle3": "with the head"}
-
 Summary = Mapping[str, Any]
+
+
+def method_names(served: Summary) -> dict[str, str]:
+    """The methods that were measured, the plain server's first, and what they are called."""
+    methods = dict.fromkeys(cell["method"] for cell in served["cells"])
+    return {method: "without a head" if method == "none" else f"with the head ({method})" for method in methods}
+
+
+def drafting_method(served: Summary) -> str:
+    """The method that drafts."""
+    return next((method for method in method_names(served) if method != "none"), "none")
 
 
 def clients(end: float) -> str:
@@ -122,12 +131,13 @@ def _plot_throughput(summary: Summary) -> Figure:
     served = summary["served"]
     figure, axes = _axes()
     concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
-    for method, color, marker in (("none", BASELINE, "s"), ("eagle3", SPECULATION, "o")):
+    names = method_names(served)
+    for method, color, marker in (("none", BASELINE, "s"), (drafting_method(served), SPECULATION, "o")):
         cells = [(c, pooled[method, c]["output_tokens_per_s"]) for c in concurrencies if (method, c) in pooled]
         known = [(c, rate) for c, rate in cells if rate is not None]
         if known:
             axes.plot(
-                *zip(*known, strict=True), color=color, linewidth=2.2, marker=marker, markersize=5, label=NAMES[method]
+                *zip(*known, strict=True), color=color, linewidth=2.2, marker=marker, markersize=5, label=names[method]
             )
     _concurrency_axis(axes, concurrencies)
     axes.set_ylim(bottom=0)
@@ -166,7 +176,7 @@ def _plot_acceptance(summary: Summary) -> Figure:
     ]
     if served:
         lowest = measured_concurrencies(served)[0]
-        als = [pooled_cells(served, route).get(("eagle3", lowest), {}).get("al") for route in routes]
+        als = [pooled_cells(served, route).get((drafting_method(served), lowest), {}).get("al") for route in routes]
         k = served.get("k", summary["k"])
         if any(al is not None for al in als):
             series.append((f"server (k = {k}, {lowest} client{'s' if lowest > 1 else ''})", als, "#9db7ee"))
@@ -198,7 +208,7 @@ def _plot_latency(summary: Summary) -> Figure:
         axes.spines[["left", "bottom"]].set_color(MUTED)
         axes.tick_params(colors=MUTED, labelsize=9)
         axes.grid(axis="y", color=GRID, linewidth=0.8)
-        for method, color, shift in (("none", BASELINE, 1 / 1.07), ("eagle3", SPECULATION, 1.07)):
+        for method, color, shift in (("none", BASELINE, 1 / 1.07), (drafting_method(served), SPECULATION, 1.07)):
             for c in concurrencies:
                 spread = pooled.get((method, c), {}).get(key) or {"p50": None}
                 if spread["p50"] is None:
@@ -206,7 +216,7 @@ def _plot_latency(summary: Summary) -> Figure:
                 axes.plot([c * shift] * 2, [spread["p50"], spread["p99"]], color=color, linewidth=1.4)
                 axes.plot([c * shift] * 2, [spread["p50"], spread["p95"]], color=color, linewidth=3.2)
                 axes.plot(c * shift, spread["p50"], "o", color=color, markersize=6)
-            axes.plot([], [], color=color, marker="o", label=NAMES[method])
+            axes.plot([], [], color=color, marker="o", label=method_names(served)[method])
         _concurrency_axis(axes, concurrencies)
         axes.set_xlim(concurrencies[0] / 1.4, concurrencies[-1] * 1.4)
         axes.set_ylim(bottom=0)

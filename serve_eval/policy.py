@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from models.artefact import read_json, write_bytes
+from models.engines import sglang_options, vllm_options
 from models.errors import Refused
 
 CONFIDENCE = 0.95
@@ -150,23 +151,21 @@ def paired_interval(
     return [round(math.exp(middle - half), 4), round(math.exp(middle + half), 4)], len(logs)
 
 
-def engine_flags(method: str, k: int, head: str) -> dict[str, list[str]]:
+def engine_flags(method: str, k: int, head: str | None) -> dict[str, list[str]]:
     """Arguments that put a method into vLLM and SGLang, counters and per-request figures included.
 
+    Args:
+        head: None where it is in the files that are served as the target.
+
     Raises:
-        Refused: a method other than eagle3.
+        Refused: a method other than eagle3 and mtp.
     """
-    if method != "eagle3":
+    if method not in ("eagle3", "mtp"):
         raise Refused(f"no engine flags are known for method {method!r}")
-    speculation = json.dumps({"method": method, "model": head, "num_speculative_tokens": k}, separators=(",", ":"))
-    return {
-        "vllm": ["--speculative-config", speculation, "--per-request-spec-decode-metrics", "summary"],
-        "sglang": [
-            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", head),
-            *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(k + 1), "--enable-metrics"),  # the root token counts
-        ],
-    }
+    vllm = {name: json.dumps(each, separators=(",", ":")) for name, each in vllm_options(method, head, k).items()}
+    vllm |= {"--per-request-spec-decode-metrics": "summary"}
+    sglang = [word for option in sglang_options(method, head, k).items() for word in option]
+    return {"vllm": [word for option in vllm.items() for word in option], "sglang": [*sglang, "--enable-metrics"]}
 
 
 def _windows(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], Any]:
@@ -220,13 +219,14 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
             level.min_al = None if level.al is None else round(level.al / level.speedup, 4)
         return level
 
+    model = None if summary.get("native") else str(summary["head"])
     policy = Policy(
         date=str(summary.get("date", "")),
         target=str(summary["target"]),
         head=str(summary["head"]),
         engine=f"{served['engine']} {served['version']}",
         machine=str(summary.get("machine", "")),
-        flags={f"{method}-k{k}": engine_flags(method, k, str(summary["head"])) for method in methods},
+        flags={f"{method}-k{k}": engine_flags(method, k, model) for method in methods},
     )
     waits = []
     for route in routes:

@@ -242,7 +242,7 @@ class Measurement:
         als = {
             cell["concurrency"]: cell["al"]
             for cell in served["cells"]
-            if cell["method"] == "eagle3" and cell["route"] == "all"
+            if cell["method"] != "none" and cell["route"] == "all"
         }
         table = {}
         for concurrency, names in served["prompts"].items():

@@ -20,7 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 from models.artefact import write_bytes
-from serve_eval.plots import NAMES, Summary, clients, draw_plots, measured_concurrencies, pooled_cells
+from serve_eval.compare import rows
+from serve_eval.plots import (
+    Summary,
+    clients,
+    drafting_method,
+    draw_plots,
+    measured_concurrencies,
+    method_names,
+    pooled_cells,
+)
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -141,7 +150,7 @@ def _served_table(summary: Summary) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "head" else "right", no_wrap=True)
     for concurrency in measured_concurrencies(served):
-        for method in NAMES:
+        for method in method_names(served):
             cell = pooled.get((method, concurrency))
             if cell is None:
                 continue
@@ -172,8 +181,19 @@ def _route_table(served: Summary) -> Table:
         table.add_column(f"{concurrency} client{'s' if concurrency > 1 else ''}", justify="right")
     table.add_column(f"AL ({concurrencies[0]})", justify="right")
     for route, ratios in served.get("speedup_by_route", {}).items():
-        cell = pooled_cells(served, route).get(("eagle3", concurrencies[0]), {})
+        cell = pooled_cells(served, route).get((drafting_method(served), concurrencies[0]), {})
         table.add_row(route, *(_ratio_text(ratios.get(str(c))) for c in concurrencies), number(cell.get("al")))
+    return table
+
+
+def _compared_table(summary: Summary) -> Table:
+    heads, lines = rows(summary)
+    table = Table(title=f"AL of heads, k = {summary['k']}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("route")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for route, als in lines:
+        table.add_row(route, *(number(al) for al in als), style="bold" if route == "all" else None)
     return table
 
 
@@ -182,6 +202,8 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
     parts: list[Any] = []
     if summary.get("reference"):
         parts.append(_reference_table(summary))
+    if summary.get("compared"):
+        parts.append(_compared_table(summary))
     if summary.get("served"):
         parts += [_served_table(summary), _route_table(summary["served"])]
     for name, identical, prompts in _lossless(summary):
@@ -216,6 +238,7 @@ def write_report(summary: Summary, path: Path) -> None:
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         summary=summary,
         reference=summary.get("reference"),
+        compared=rows(summary) if summary.get("compared") else None,
         served=served,
         title=_name(summary["target"]),
         date=summary.get("date") or date.today().isoformat(),
@@ -224,7 +247,8 @@ def write_report(summary: Summary, path: Path) -> None:
         lossless=_lossless(summary),
         concurrencies=measured_concurrencies(served) if served else [],
         pooled=pooled_cells(served) if served else {},
-        names=NAMES,
+        names=method_names(served) if served else {},
+        method=drafting_method(served) if served else "none",
         grid={(cell["method"], cell["concurrency"], cell["route"]): cell for cell in served["cells"]} if served else {},
     )
     write_bytes(path, html.encode())

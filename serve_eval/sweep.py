@@ -33,11 +33,12 @@ from serve_eval.config import EvalConfig
 from serve_eval.counters import Acceptance, CounterReset, difference, judge, read_counters
 from serve_eval.load import Outcome, Window, closed_loop
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.servers import check_head, describe_machine, serving
+from serve_eval.servers import describe_machine, method_of, serving
 
 log = logging.getLogger(__name__)
 
-METHODS = ("none", "eagle3")
+PLAIN = "none"
+"""The method of the server that does not draft."""
 POOLED = "all"
 """Name of the route that pools all others."""
 
@@ -198,7 +199,7 @@ def window_keys(
     )
     return {
         (method, c, route): fingerprint([common, method, c, route, [[prompt.id, list(prompt.ids)] for prompt in group]])
-        for method in METHODS
+        for method in (PLAIN, method_of(head))
         for c, groups in chosen.items()
         for route, group in groups.items()
     }
@@ -258,14 +259,16 @@ def compare_outputs(cells: Iterable[Cell]) -> dict[str, Any]:
 
     A prompt whose request failed on either side at some concurrency is compared at the others.
     """
-    answers: dict[str, dict[tuple[int, str], Any]] = {method: {} for method in METHODS}
+    plain: dict[tuple[int, str], Any] = {}
+    drafted: dict[tuple[int, str], Any] = {}
     for cell in cells:
         for request in cell["outcomes"]:
             if request["failed"] is None:
-                answers[cell["method"]][cell["concurrency"], request["id"]] = request
+                answers = plain if cell["method"] == PLAIN else drafted
+                answers[cell["concurrency"], request["id"]] = request
     verdicts: dict[str, bool] = {}
-    for place, baseline in answers["none"].items():
-        speculative = answers["eagle3"].get(place)
+    for place, baseline in plain.items():
+        speculative = drafted.get(place)
         if speculative is None:
             continue
         if (baseline["token_ids"] is None) != (speculative["token_ids"] is None):
@@ -304,8 +307,9 @@ def summarise(cells: Sequence[Cell], engine: EngineConfig, k: int) -> dict[str, 
     grid = {(cell["method"], cell["concurrency"], cell["route"]): cell for cell in cells}
     concurrencies = sorted({c for _, c, _ in grid})
     routes = list(dict.fromkeys(route for _, _, route in grid))
+    methods = list(dict.fromkeys(method for method, _, _ in grid))  # the plain one first
     figures: dict[tuple[str, int, str], Cell] = {}
-    for method in METHODS:
+    for method in methods:
         for c in concurrencies:
             windows = [grid[method, c, route] for route in routes]
             figures[method, c, POOLED] = _figures(windows)
@@ -313,7 +317,7 @@ def summarise(cells: Sequence[Cell], engine: EngineConfig, k: int) -> dict[str, 
                 figures[method, c, route] = _figures([window])
 
     def ratio(c: int, route: str) -> float | None:
-        base, ours = (figures[method, c, route]["output_tokens_per_s"] for method in METHODS)
+        base, ours = (figures[method, c, route]["output_tokens_per_s"] for method in methods)
         return round(ours / base, 4) if base and ours is not None else None
 
     pooled = {c: ratio(c, POOLED) for c in concurrencies}
@@ -324,7 +328,7 @@ def summarise(cells: Sequence[Cell], engine: EngineConfig, k: int) -> dict[str, 
         "dtype": engine.dtype,
         "cells": [
             {"method": method, "concurrency": c, "route": route} | figures[method, c, route]
-            for method in METHODS
+            for method in methods
             for c in concurrencies
             for route in [POOLED, *routes]
         ],
@@ -336,7 +340,7 @@ def summarise(cells: Sequence[Cell], engine: EngineConfig, k: int) -> dict[str, 
             str(c): [request["id"] for route in routes for request in grid["none", c, route]["outcomes"]]
             for c in concurrencies
         },
-        "commands": {method: grid[method, concurrencies[0], routes[0]]["command"] for method in METHODS},
+        "commands": {method: grid[method, concurrencies[0], routes[0]]["command"] for method in methods},
         "warnings": [warning for cell in grid.values() for warning in cell["warnings"]],
     }
 
@@ -376,7 +380,7 @@ def run_sweep(
     """Measure the head against the same server without it; resumes what `directory`/cells.jsonl already holds.
 
     Args:
-        head: an exported EAGLE-3 head.
+        head: an exported head.
         k: tokens drafted per step.
         prompts: all evaluation prompts; the first of each route are sent (see `choose_prompts`).
         directory: where cells.jsonl and the servers' logs are kept.
@@ -388,7 +392,7 @@ def run_sweep(
         Refused: no head, too few prompts, answers longer than the server's context, a server that does not
             start or dies, or cells that were measured with another version of the engine.
     """
-    check_head(head)
+    methods = (PLAIN, method_of(head))
     check_possible(engine, settings, prompts)
     concurrencies = sorted(set(settings.concurrencies))
     chosen = {c: choose_prompts(prompts, settings, c) for c in concurrencies}
@@ -396,7 +400,7 @@ def run_sweep(
     file = directory / "cells.jsonl"
     keys = window_keys(engine, settings, target_path, head, k, chosen)
     done = _read_cells(file, keys)
-    for method in METHODS:
+    for method in methods:
         missing = [place for place in keys if place[0] == method and place not in done]
         if not missing:
             continue

@@ -40,7 +40,7 @@ class Stage:
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
-    """The stages of a run, in order: preparation only for a packaged target, generation only for data from it."""
+    """The stages of a run, in order; preparation, generation and extraction only where they are the run's own."""
     output = Path(values["generate"]["output"]).expanduser()
     packed = output.with_name(output.name + ".gz")
     made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
@@ -54,9 +54,11 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     shards, checkpoints = directory / "features/shards/*.json", directory / "train/checkpoints/step-*"
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
+    if values["features_of"] is None:
+        read = ("target", "data", "featurize")
+        stages.append(Stage("extract", "featurize", read, "featurize", features, str(shards)))
     return [
         *stages,
-        Stage("extract", "featurize", ("target", "data", "featurize"), "featurize", features, str(shards)),
         Stage("train", "train", trained_by, "train", train, str(checkpoints)),
         Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"),
         Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", directory / "eval/summary.json"),

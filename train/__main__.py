@@ -13,7 +13,7 @@ def main(run: Run) -> bool:
     """Open the features, train, leave checkpoints, metrics and curves in runs/<name>/train."""
     stop = StopRequest()  # before the imports and all that takes long: a preemption may come at any time
     from featurize.spooled import SpoolStore
-    from featurize.store import FeatureStore
+    from featurize.store import FeatureStore, link_features
     from models.drafts import head_config
     from models.planes import FINAL
     from models.target import aux_layers, describe_target
@@ -23,6 +23,8 @@ def main(run: Run) -> bool:
     layers = aux_layers(target, run.target.aux_layers)
     config = head_config(target, layers, run.draft)
     over_final = config.planes == (FINAL,)
+    if run.features_of is not None:
+        link_features(run.directory, run.features_of)
     if run.spool.gigabytes is None:
         store = FeatureStore.open(run.directory / "features")
     else:
@@ -49,9 +51,12 @@ def main(run: Run) -> bool:
 def sweep(overrides: list[str]) -> int:
     """The runs of a --multirun, one after the other, and their table."""
     from conf.sweep import expand
+    from featurize.store import link_features
     from train.sweep import begin, render_table, run_all
 
     sweep = expand(overrides)
+    if sweep.base.features_of is not None:
+        link_features(sweep.base.directory, sweep.base.features_of)
     begin(sweep.base.directory, [job.name for job in sweep.jobs])
     code = run_all([job.overrides for job in sweep.jobs])
     render_table(sweep.base.directory)

@@ -198,7 +198,10 @@ class Bench:
         total += 3 * tokens * key_value
         for k, rows_R in enumerate(rows):
             seen = (rows_R - self.pack.starts_T[rows_R] + 1).sum().item() + k * rows_R.numel()
-            total += 3 * rows_R.numel() * (layer + config.draft_vocab_size * hidden + (key_value if k else 0))
+            own = (
+                key_value if k else key_value / 3
+            )  # at step 0 a row's own are computed again, and nobody learns from them
+            total += rows_R.numel() * 3 * (layer + config.draft_vocab_size * hidden + own)
             total += 3 * seen * 2 * queries
         total += self.pack.final_FP.numel() * config.draft_vocab_size
         return 2 * total

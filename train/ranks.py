@@ -248,7 +248,7 @@ class Ranks:
         self.unit = self._unit(objective)
         self.model: Any = self.unit
         if saved is not None:
-            objective.head.load_state_dict(saved.trained or saved.weights)
+            objective.head.load_state_dict({**saved.weights, **(saved.trained or {})})
         self._wrap()
         self.average = None if optim.ema_decay is None else Average(self._pieces(), optim.ema_decay)
         if saved is None:

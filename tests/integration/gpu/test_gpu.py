@@ -47,24 +47,25 @@ def starts_of(lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("own", [0, 6])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "groups", "size", "allowed"),
+    ("dtype", "heads", "groups", "size", "value", "allowed"),
     [
-        (torch.float32, 4, 2, 64, 1e-5),
-        (torch.float32, 3, 1, 80, 1e-5),
-        (torch.bfloat16, 4, 2, 64, 1e-2),
-        (torch.bfloat16, 3, 1, 80, 1e-2),
-        (torch.bfloat16, 32, 8, 128, 1e-2),
+        (torch.float32, 4, 2, 64, 64, 1e-5),
+        (torch.float32, 3, 1, 80, 80, 1e-5),
+        (torch.bfloat16, 4, 2, 64, 64, 1e-2),
+        (torch.bfloat16, 3, 1, 80, 80, 1e-2),
+        (torch.bfloat16, 32, 8, 128, 128, 1e-2),
+        (torch.bfloat16, 16, 16, 192, 128, 1e-2),  # latent attention
     ],
 )
-def test_attention_and_its_gradients_equal_the_oracle(own, dtype, heads, groups, size, allowed):
+def test_attention_and_its_gradients_equal_the_oracle(own, dtype, heads, groups, size, value, allowed):
     torch.manual_seed(own)
     starts_T = starts_of([300, 77, 1, 129, 500])
     for share in (1.0, 0.4, 0.02):
         rows_R = torch.rand(len(starts_T)).lt(share).nonzero()[:, 0]
         rows, positions = len(rows_R), len(starts_T)
-        shapes = (rows, heads, size), (positions, groups, size), (positions, groups, size)
-        own_shape = (rows, own, groups, size)
-        inputs = [torch.randn(*shape).to(dtype) for shape in (*shapes, own_shape, own_shape)]
+        shapes = (rows, heads, size), (positions, groups, size), (positions, groups, value)
+        own_shapes = (rows, own, groups, size), (rows, own, groups, value)
+        inputs = [torch.randn(*shape).to(dtype) for shape in (*shapes, *own_shapes)]
         exact = [each.double().requires_grad_() for each in inputs]
         ours = [each.to(DEVICE).requires_grad_() for each in inputs]
         got = attend(*(*ours, rows_R.to(DEVICE), starts_T[rows_R].to(DEVICE)))
