@@ -16,7 +16,7 @@ from featurize.backends import checked_backend
 from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, extract, extract_unit
+from featurize.extract import Widths, check_space, choose_device, extract, extract_unit
 from featurize.spool import Spool, fill, kept_part, publish
 from featurize.store import (
     cut_units,
@@ -27,6 +27,7 @@ from featurize.store import (
     require_inputs,
     write_manifest,
 )
+from featurize.teacher import Drafted
 from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
 from models.errors import Refused
 from models.target import aux_layers, describe_target
@@ -40,10 +41,18 @@ def work(run: Run) -> bool:
     directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
     layers = aux_layers(target, run.target.aux_layers)
-    encoding, everywhere = run.featurize.encoding, run.featurize.final_everywhere
+    encoding, everywhere, kept_k = run.featurize.encoding, run.featurize.final_everywhere, run.featurize.teacher_k
     require_encoding(encoding, target.hidden_size)
+    share, drafts = run.data.validation_share, run.draft
     inputs = describe_inputs(
-        run.data, target, layers, run.featurize.shard_tokens, encoding, run.featurize.backend, everywhere
+        run.data,
+        target,
+        layers,
+        run.featurize.shard_tokens,
+        encoding,
+        run.featurize.backend,
+        everywhere,
+        None if kept_k is None else Drafted.inputs(kept_k, target, drafts, share),
     )
     claims = Claims(directory)
     if streaming:
@@ -54,12 +63,13 @@ def work(run: Run) -> bool:
             return False
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
     units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
-    widths = Widths(target.hidden_size, len(layers), encoding)
+    drafted = None if kept_k is None else Drafted.of(tokenised, kept_k, target, drafts, share)
+    widths = Widths(target.hidden_size, len(layers), encoding, None if drafted is None else drafted.bytes)
     if streaming:
         spool = Spool(directory, run.spool, units, widths)
         if spool.finished():
             return False
-        kept, kept_inputs = kept_part(tokenised, inputs, run.data.validation_share)
+        kept, kept_inputs = kept_part(tokenised, inputs, share)
         spool.check_space(cut_units(kept, run.featurize.shard_tokens, everywhere))
     else:
         check_space(directory, tokenised, units, [u for u in units if not is_finished(directory, u)], widths)
@@ -69,6 +79,11 @@ def work(run: Run) -> bool:
         with claims.common():
             require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
             record_inputs(directory, inputs)
+            if drafted is not None:
+                drafted.save(directory)
+        # A server takes all of its accelerator: what it says is worked on there only if the device is named.
+        device = backend.device if run.featurize.device == "auto" else choose_device(run.featurize.device)
+        teaching = None if drafted is None else drafted.teaching(target, device)
         batch_tokens, hidden = run.featurize.batch_tokens, target.hidden_size
         contract = FeatureContract(
             target_config=target.config_hash,
@@ -84,12 +99,13 @@ def work(run: Run) -> bool:
             backend_version=backend.version,
             quantization=backend.quantization,
             final_everywhere=everywhere,
+            **(drafted.facts() if drafted is not None else {}),
         )
 
         def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
             units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
             todo = [unit for unit in units if not is_finished(directory, unit)]
-            extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims)
+            extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims, teaching)
             with claims.common():
                 if not is_complete(directory, inputs):
                     remove_leftovers(directory)
@@ -105,6 +121,8 @@ def work(run: Run) -> bool:
                 require_inputs(folder, kept_inputs)
                 record_inputs(folder, kept_inputs)
                 save(folder, kept)
+                if drafted is not None:
+                    drafted.save(folder)
             if not is_complete(folder, kept_inputs):
                 complete(folder, kept, kept_inputs, kept_claims)
         with claims.common():
@@ -112,7 +130,7 @@ def work(run: Run) -> bool:
         fill(
             spool,
             claims,
-            lambda unit: extract_unit(backend, tokenised, unit, batch_tokens, hidden, lambda _tokens: None),
+            lambda unit: extract_unit(backend, tokenised, unit, batch_tokens, hidden, lambda _tokens: None, teaching),
         )
     return True
 

@@ -7,9 +7,11 @@ both. Reading is from the page cache, after every byte has been touched once: a 
 are stored, which is what a training pack takes; then decoding.
 
 An encoding is judged by the planes it gives back (error relative to each row, per plane) and by the logits of the final
-plane through the target's own head: argmax, relative error of each row, and KL from the target's distribution.
+plane through the target's own head: argmax, relative error of each row, and KL from the target's distribution. Beside
+them is told what share of the target's probability on the draft vocabulary so many tokens of it have that
+`featurize.teacher_k` keeps instead of the final plane.
 
-Shape suffixes: N rows, H hidden, F teacher positions, V vocabulary.
+Shape suffixes: N rows, H hidden, F teacher positions, V vocabulary, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from rich.table import Table
 from featurize.encoding import ENCODINGS, Planes, decoded, encode, joined, stored
 from featurize.extract import Backend, Widths, batches, extract_unit, pad
 from featurize.store import Unit, cut_units, map_tensors, shard_path, write_shard
+from featurize.teacher import Teaching, teacher_bytes
 from featurize.tokenised import TokenisedSet
+from featurize.vocabulary import draft_vocabulary
 from models.errors import Refused
 
 BENCH_TOKENS = 16_384
@@ -39,6 +43,9 @@ TURNS = 3
 
 LOGITS_AT_ONCE = 512
 """Rows whose logits are held at a time."""
+
+KEPT = (16, 64, 256)
+"""Tokens of a teacher, as many as the draft vocabulary has of them."""
 
 READ_DOCUMENTS = 32
 """Documents that are read as one pack."""
@@ -80,6 +87,14 @@ class Loss:
     argmax: float
     logits_error: float
     kl: float
+
+
+@dataclass(frozen=True)
+class Mass:
+    """What is kept of teachers: bytes per token of the measured shard, and the mean share of their probability."""
+
+    bytes_per_token: float
+    share: float
 
 
 def row_errors(ours_NH: torch.Tensor, theirs_NH: torch.Tensor) -> torch.Tensor:
@@ -154,19 +169,49 @@ def measure(backend: Backend, tokenised: TokenisedSet, hidden_size: int, batch_t
         return Speed(unit.tokens / bare, unit.tokens / whole, *measure_reading(Path(folder), unit, encoding, lengths))
 
 
+def kept_mass(final_FH: torch.Tensor, head_VH: torch.Tensor, ids_D: torch.Tensor) -> dict[int, float]:
+    """Mean share of the target's probability on the draft vocabulary that its likeliest tokens have, by their number.
+
+    Args:
+        head_VH: the target's, in the dtype it runs in. ids_D: target ids of the draft vocabulary.
+    """
+    shares = {}
+    for kept in dict.fromkeys(min(each, len(ids_D)) for each in KEPT):
+        top = Teaching(head_VH, ids_D, kept)(final_FH)
+        p_F = top.log_p_FS.float().exp().sum(-1)
+        shares[kept] = float((p_F / (p_F + top.rest_F)).mean())
+    return shares
+
+
 def compare(
-    backend: Backend, tokenised: TokenisedSet, hidden_size: int, batch_tokens: int, head_VH: torch.Tensor
-) -> dict[str, Loss]:
-    """Every encoding's loss on the planes of one unit."""
+    backend: Backend,
+    tokenised: TokenisedSet,
+    hidden_size: int,
+    batch_tokens: int,
+    encoding: str,
+    head_VH: torch.Tensor,
+    ids_D: torch.Tensor,
+) -> tuple[dict[str, Loss], dict[int, Mass]]:
+    """On the planes of one unit every encoding's loss, and what so many tokens of its teachers have, beside `encoding`.
+
+    Args:
+        head_VH: the target's, in the dtype it runs in. ids_D: target ids of the draft vocabulary.
+    """
     unit = cut_units(tokenised, BENCH_TOKENS)[0]
     _, aux_TAH, final_FH = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, lambda _tokens: None)
-    head_VH = head_VH.to(backend.device)
-    sizes = {name: Widths(hidden_size, aux_TAH.shape[1], name).bytes([unit]) for name in ENCODINGS}
-    return {name: judge(name, aux_TAH, final_FH, head_VH, size) for name, size in sizes.items()}
+    assert isinstance(final_FH, torch.Tensor)
+    head_VH, planes = head_VH.to(backend.device), aux_TAH.shape[1]
+    sizes = {name: Widths(hidden_size, planes, name).bytes([unit]) for name in ENCODINGS}
+    losses = {name: judge(name, aux_TAH, final_FH, head_VH, size) for name, size in sizes.items()}
+    masses = {}
+    for kept, share in kept_mass(final_FH, head_VH, ids_D.to(backend.device)).items():
+        size = Widths(hidden_size, planes, encoding, teacher_bytes(kept, len(ids_D))).bytes([unit])
+        masses[kept] = Mass(size / unit.tokens, share)
+    return losses, masses
 
 
-def show(speed: Speed, losses: dict[str, Loss], encoding: str) -> None:
-    """Print both tables."""
+def show(speed: Speed, losses: dict[str, Loss], masses: dict[int, Mass], encoding: str) -> None:
+    """Print all tables."""
     print(
         f"extraction ({encoding}, writing included) {speed.extraction:,.0f} tokens/s, "
         f"bare forward {speed.forward:,.0f}: {speed.extraction / speed.forward:.1%}; "
@@ -179,7 +224,14 @@ def show(speed: Speed, losses: dict[str, Loss], encoding: str) -> None:
             name, f"{loss.bytes_per_token:,.0f}", errors, f"{loss.argmax:.2%}", f"{loss.logits_error:.4f}",
             f"{loss.kl:.5f}",
         )  # fmt: skip
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    table = Table(
+        "featurize.teacher_k", f"bytes/token ({encoding})", "probability on the draft vocabulary that is kept"
+    )
+    for kept, mass in masses.items():
+        table.add_row(f"{kept}", f"{mass.bytes_per_token:,.0f}", f"{mass.share:.3%}")
+    console.print(table)
 
 
 def main() -> None:
@@ -196,9 +248,12 @@ def main() -> None:
         tokenised = tokenise(replace(run.data, limit=run.data.limit or 512), load_renderer(target, run.target), "")
         backend = load_backend(target, run.target, layers, settings.device)
         speed = measure(backend, tokenised, target.hidden_size, settings.batch_tokens, settings.encoding)
-        head_VH = target.load_lm_head()
-        losses = compare(backend, tokenised, target.hidden_size, settings.batch_tokens, head_VH)
-        show(speed, losses, settings.encoding)
+        head_VH, share, size = target.load_lm_head().to(target.dtype), run.data.validation_share, run.draft.vocab_size
+        ids_D = draft_vocabulary(tokenised.documents, tokenised.tokens, share, target.vocab_size, size)
+        tables = compare(
+            backend, tokenised, target.hidden_size, settings.batch_tokens, settings.encoding, head_VH, ids_D
+        )
+        show(speed, *tables, settings.encoding)
     except Refused as error:
         print(f"featurize.bench: {error}", file=sys.stderr)
         sys.exit(2)

@@ -108,6 +108,11 @@ class FeaturizeConfig:
         encoding: how planes are stored: "bf16", "int8" (about a byte per value) or "int4" (half a byte).
         final_everywhere: keep the final plane at every position, not only where a row learns from it: heads of
             draft.algorithm=mtp or draft.use_aux_hidden_state=false read it. It costs a plane where prompts are.
+        teacher_k: instead of the final plane keep, of the target's distribution there, this many likeliest tokens of
+            the draft vocabulary (featurize/teacher.py): a few hundred bytes instead of a plane. Extraction then chooses
+            the draft vocabulary (draft.vocab_size), and training must have the same; start values are not fitted. null
+            keeps the plane; heads that read it need it. With vllm, logits are computed on `device`, if that is auto on
+            the CPU.
         url: with vllm: a server that runs already, http://host:port; null starts one as the section `engine` says.
         planes_directory: with vllm: where the server leaves each document's planes, for an instant; null takes the
             system's temporary folder. /dev/shm is fastest.
@@ -123,6 +128,7 @@ class FeaturizeConfig:
     canary_against: str = "transformers"
     encoding: str = "bf16"
     final_everywhere: bool = False
+    teacher_k: int | None = None
     url: str | None = None
     planes_directory: str | None = None
     in_flight: int = 64
@@ -133,6 +139,10 @@ class FeaturizeConfig:
             raise ValueError("featurize.batch_tokens and featurize.shard_tokens must be at least 1")
         if self.encoding not in ENCODING_NAMES:
             raise ValueError(f"featurize.encoding={self.encoding} is none of {', '.join(ENCODING_NAMES)}")
+        if self.teacher_k is not None and self.teacher_k < 1:
+            raise ValueError(f"featurize.teacher_k={self.teacher_k} must be at least 1; null keeps the final plane")
+        if self.teacher_k is not None and self.final_everywhere:
+            raise ValueError("featurize.final_everywhere keeps the final plane, which featurize.teacher_k does without")
         if self.backend not in BACKENDS:
             raise ValueError(f"featurize.backend={self.backend} is none of {', '.join(BACKENDS)}")
         if self.canary_against not in ("transformers", "engine"):

@@ -33,6 +33,10 @@ TOKENIZER_FILES = (
 """Everything beside a target's weights that decides over its token ids and where its answers end."""
 
 
+UNUSUAL = ("final_everywhere", "teacher_k", "draft_vocab_size", "draft_vocabulary")
+"""What most stores do not keep."""
+
+
 def tokenizer_fingerprint(directory: Path) -> str:
     """Fingerprint of the files that decide over token ids, template text and end-of-turn ids."""
     files = {name: file_sha256(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
@@ -60,6 +64,8 @@ class FeatureContract:
         tokenizer: fingerprint of tokenizer, chat template and end-of-turn ids.
         backend, backend_version: what computed the planes.
         quantization: how it ran the target: "none", or the method ("fp8", "awq", ...).
+        teacher_k: likeliest draft tokens that are kept instead of the final plane; 0 where the plane is.
+        draft_vocab_size, draft_vocabulary: with them, size and fingerprint of the draft vocabulary.
     """
 
     target_config: str
@@ -75,11 +81,14 @@ class FeatureContract:
     backend_version: str
     quantization: str = "none"
     final_everywhere: bool = False
+    teacher_k: int = 0
+    draft_vocab_size: int = 0
+    draft_vocabulary: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The contract as a JSON object; what a store keeps beyond the usual is in it only where it is kept."""
         value = asdict(self) | {"aux_layers": list(self.aux_layers)}
-        return value if self.final_everywhere else {k: v for k, v in value.items() if k != "final_everywhere"}
+        return {key: kept for key, kept in value.items() if kept or key not in UNUSUAL}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FeatureContract:

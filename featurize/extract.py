@@ -33,8 +33,10 @@ from rich.progress import TaskID, TextColumn
 from torch import nn
 
 from featurize.claims import Claims
+from featurize.contract import FeatureContract
 from featurize.encoding import row_bytes, table_bytes
 from featurize.store import Unit, is_finished, kept_finals, remove_leftovers, teacher_positions, write_shard
+from featurize.teacher import Teaching, TopK, teacher_bytes
 from featurize.tokenised import TokenisedSet
 from models.config import TargetConfig
 from models.errors import Refused
@@ -202,11 +204,13 @@ def extract_unit(
     batch_tokens: int,
     hidden_size: int,
     advance: Callable[[int], None],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    teaching: Teaching | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | TopK]:
     """Planes of one unit: tokens int32 [T], aux bf16 [T, A, H], final bf16 [F, H]; the planes on the device.
 
     Args:
         advance: called with the number of tokens of every document that is done.
+        teaching: what the final plane is turned into, if it is not to be kept.
 
     Raises:
         Refused: a plane cannot be had, or holds rows that are zero or not finite.
@@ -234,22 +238,35 @@ def extract_unit(
         rows_FH.copy_(kept_TH)
         check_rows(rows_FH, "the final plane", document.id)
         advance(document.length)
-    return tokens_T, aux_TAH, final_FH
+    return tokens_T, aux_TAH, final_FH if teaching is None else teaching(final_FH)
 
 
 @dataclass(frozen=True)
 class Widths:
-    """What the size of a shard follows from, beside its unit: H, A and the encoding."""
+    """What the size of a shard follows from, beside its unit: H, A and the encoding.
+
+    Attributes:
+        teacher_bytes: of a teacher position that is kept as its likeliest tokens; None where it is a plane.
+    """
 
     hidden_size: int
     aux_planes: int
     encoding: str
+    teacher_bytes: int | None = None
+
+    @classmethod
+    def of(cls, contract: FeatureContract) -> Widths:
+        """Of the shards of a store."""
+        kept = teacher_bytes(contract.teacher_k, contract.draft_vocab_size) if contract.teacher_k else None
+        return cls(contract.hidden_size, len(contract.aux_layers), contract.encoding, kept)
 
     def bytes(self, units: Sequence[Unit]) -> int:
         """Size of these units' tensors."""
         row, table = row_bytes(self.encoding, self.hidden_size), table_bytes(self.encoding, self.hidden_size)
         tokens, finals = sum(unit.tokens for unit in units), sum(unit.finals for unit in units)
-        return tokens * (4 + self.aux_planes * row) + finals * row + len(units) * (self.aux_planes + 1) * table
+        final, tables = (row, 1) if self.teacher_bytes is None else (self.teacher_bytes, 0)
+        aux = self.aux_planes
+        return tokens * (4 + aux * row) + finals * final + len(units) * (aux + tables) * table
 
 
 def check_space(
@@ -330,6 +347,7 @@ def extract(
     hidden_size: int,
     encoding: str,
     claims: Claims,
+    teaching: Teaching | None = None,
 ) -> None:
     """Compute the given units, each as soon as it is done on disk, until none is left; others may be at it as well.
 
@@ -346,6 +364,6 @@ def extract(
                     if not mine or is_finished(directory, unit):
                         continue
                     remove_leftovers(directory, unit)
-                    tensors = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, progress.advance)
-                    write_shard(directory, unit, encoding, *tensors)
+                    made = extract_unit(backend, tokenised, unit, batch_tokens, hidden_size, progress.advance, teaching)
+                    write_shard(directory, unit, encoding, *made)
                     progress.finished_one()

@@ -39,6 +39,7 @@ from featurize.store import (
     write_manifest,
     write_shard,
 )
+from featurize.teacher import TopK
 from featurize.tokenised import Document, TokenisedSet, held_out
 from models.artefact import fingerprint, read_json, write_json
 from models.errors import Refused
@@ -231,8 +232,8 @@ class Spool:
                 file.unlink(missing_ok=True)
 
 
-Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Tokens, aux and final planes of a unit, as `extract_unit` gives them."""
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor | TopK]
+"""Tokens, aux and final planes (or teachers) of a unit, as `extract_unit` gives them."""
 
 
 class Pace:

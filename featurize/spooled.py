@@ -19,6 +19,7 @@ import torch
 
 from featurize.claims import EXTRACTING, TRAINING, Claims
 from featurize.config import SpoolConfig
+from featurize.contract import FeatureContract
 from featurize.extract import Widths
 from featurize.spool import POLL_S, SHARE, Absence, Demand, Spool, documents_held_out, epoch_order
 from featurize.store import (
@@ -72,11 +73,9 @@ class SpoolStore(FeatureStore):
                 raise Refused(_missing(directory, settings.patience_s))
             time.sleep(POLL_S)
         manifest, tokenised = open_manifest(directory)
-        contract = manifest["contract"]
-        widths = Widths(contract["hidden_size"], len(contract["aux_layers"]), contract["encoding"])
-        everywhere = contract.get("final_everywhere", False)
-        units = cut_units(tokenised, manifest["inputs"]["featurize.shard_tokens"], everywhere)
-        spool = Spool(directory, settings, units, widths)
+        contract = FeatureContract.from_json(manifest["contract"])
+        units = cut_units(tokenised, manifest["inputs"]["featurize.shard_tokens"], contract.final_everywhere)
+        spool = Spool(directory, settings, units, Widths.of(contract))
         return cls(spool, claims, (manifest, tokenised), Demand(seed, epochs, spool.bound))
 
     def require_kept(self, documents: Sequence[int]) -> None:

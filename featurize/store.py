@@ -5,10 +5,12 @@
     shards/00000.safetensors        tokens [T], aux [T, A, H], final [F, H] of the documents of one shard,
                                     the planes in one of the encodings of encoding.py
     shards/00000.json               the shard's key, size and SHA-256; a shard counts as finished with it
+    vocabulary.safetensors          with `featurize.teacher_k` only: ids [D] of the draft vocabulary
     manifest.json                   contract, inputs, totals, size and SHA-256 of every shard; written last
 
 The final plane is kept only where a supervised row needs its teacher: positions s .. e-2 of every span
-(s, e); or everywhere (`featurize.final_everywhere`), for heads that read it as well as learn from it.
+(s, e); or everywhere (`featurize.final_everywhere`), for heads that read it as well as learn from it. Or it is not kept
+at all, but what teacher.py makes of it (`featurize.teacher_k`): teacher.index, .log_p [F, S], .rest and .best [F].
 Shards are cut from the tokenised set alone, so which shard holds what is known before anything is
 computed. A reader maps a shard and hands out views: planes that are not touched are never read from
 disk, and nothing is copied. Checksums are compared when a shard is first used.
@@ -32,12 +34,17 @@ import torch
 
 from featurize.contract import FeatureContract
 from featurize.encoding import Stored, as_planes, decoded, encode, picked, stored
+from featurize.teacher import VOCABULARY, TopK
 from featurize.tokenised import Document, TokenisedSet, load, require_same
+from featurize.vocabulary import vocabulary_fingerprint
 from models.artefact import file_sha256, fingerprint, read_json, write_json, write_tensors
 from models.errors import Refused
 from models.target import Target
 
-DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
+    **{"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+}
 """Dtypes that a shard holds, by their safetensors names."""
 
 
@@ -106,14 +113,16 @@ def write_shard(
     encoding: str,
     tokens_T: torch.Tensor,
     aux_TAH: torch.Tensor,
-    final_FH: torch.Tensor,
+    final_FH: torch.Tensor | TopK,
 ) -> None:
     """Encode and write one finished shard, then its record."""
     path = shard_path(directory, unit)
-    tensors = {"tokens": tokens_T}
-    for plane, values in (("aux", aux_TAH), ("final", final_FH)):
-        tensors |= {plane + part: tensor.cpu() for part, tensor in encode(encoding, values).items()}
-    write_tensors(path, tensors, {"key": unit.key})
+    tensors = {"tokens": tokens_T} | {"aux" + part: tensor for part, tensor in encode(encoding, aux_TAH).items()}
+    if isinstance(final_FH, TopK):
+        tensors |= final_FH.tensors()
+    else:
+        tensors |= {"final" + part: tensor for part, tensor in encode(encoding, final_FH).items()}
+    write_tensors(path, {name: tensor.cpu() for name, tensor in tensors.items()}, {"key": unit.key})
     record = {"key": unit.key, "size": path.stat().st_size, "sha256": file_sha256(path)}
     write_json(path.with_suffix(".json"), record)
 
@@ -210,7 +219,8 @@ def write_manifest(
         name = str(path.relative_to(directory))
         files.append({"file": name, "size": record["size"], "sha256": record["sha256"]})
         files[-1].update(first=unit.first, last=unit.last)
-    for path in (directory / "tokenised.safetensors", directory / "tokenised.json"):
+    whole = ["tokenised.safetensors", "tokenised.json", *([VOCABULARY] if contract.teacher_k else [])]
+    for path in (directory / name for name in whole):
         files.append({"file": path.name, "size": path.stat().st_size, "sha256": file_sha256(path)})
     manifest = {
         "contract": contract.to_json(),
@@ -234,13 +244,14 @@ class DocumentFeatures:
     Attributes:
         tokens: int32 [T].
         stored_aux: the planes that the head reads, in their order, as the shard holds them.
-        stored_final: the plane after the final norm at `final_positions`, as the shard holds it.
+        stored_final: the plane after the final norm at `final_positions`, as the shard holds it, or what is kept of
+            it as a teacher.
         final_positions: int64 [F], ascending: s .. e-2 of every span (s, e).
     """
 
     tokens: torch.Tensor
     stored_aux: Stored
-    stored_final: Stored
+    stored_final: Stored | TopK
     final_positions: torch.Tensor
 
     @property
@@ -250,7 +261,8 @@ class DocumentFeatures:
 
     @property
     def final(self) -> torch.Tensor:
-        """Final planes, bfloat16 [F, H]; decoded unless they are stored so."""
+        """Final planes, bfloat16 [F, H]; decoded unless they are stored so. Not of a store that keeps none."""
+        assert not isinstance(self.stored_final, TopK)
         return decoded(self.stored_final)
 
 
@@ -368,9 +380,24 @@ class FeatureStore:
         """
         self.contract.require(target, tuple(aux_layers))
         if final and not self.contract.final_everywhere:
+            kept = "no final plane (featurize.teacher_k)" if self.contract.teacher_k else "it only where it teaches"
             raise Refused(
-                f"{self.directory} keeps the final plane only where it teaches, but this head reads it everywhere; "
+                f"this head reads the final plane everywhere, but {self.directory} keeps {kept}; "
                 "extract again with featurize.final_everywhere=true under another run name"
+            )
+
+    def require_vocabulary(self, ids_D: torch.Tensor) -> None:
+        """Check that a head that proposes these target ids can learn from this store.
+
+        Raises:
+            Refused: the teacher was kept on another draft vocabulary.
+        """
+        contract = self.contract
+        if contract.teacher_k and vocabulary_fingerprint(ids_D) != contract.draft_vocabulary:
+            raise Refused(
+                f"{self.directory} keeps the teacher (featurize.teacher_k={contract.teacher_k}) on another draft "
+                f"vocabulary, of {contract.draft_vocab_size} tokens, than this head's of {len(ids_D)}; give both "
+                "stages the same draft.vocab_size and data.validation_share, or extract again under another run name"
             )
 
     def over_final(self) -> FeatureStore:
@@ -406,6 +433,9 @@ class FeatureStore:
         edges_22 = self._begins_N2[index : index + 2] - self._begins_N2[self.firsts[shard]]
         (token, kept), (token_end, kept_end) = edges_22.tolist()
         encoding, positions = self.contract.encoding, teacher_positions(self.documents[index])
+        if self.contract.teacher_k:
+            aux, top = stored(encoding, tensors, "aux", token, token_end), TopK.stored(tensors, kept, kept_end)
+            return DocumentFeatures(tensors["tokens"][token:token_end], aux, top, positions)
         final = stored(encoding, tensors, "final", kept, kept_end)
         aux = as_planes(final) if self._over_final else stored(encoding, tensors, "aux", token, token_end)
         if self.contract.final_everywhere:

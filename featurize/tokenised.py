@@ -67,6 +67,11 @@ class Document:
         """Positions whose final plane a supervised row needs: s .. e-2 of every span (s, e)."""
         return sum(end - start - 1 for start, end in self.spans)
 
+    @property
+    def rows(self) -> int:
+        """Rows that it supervises at the first unroll step: none before its first token."""
+        return sum(max(0, end - max(start, 1) - 1) for start, end in self.spans)
+
 
 @dataclass(frozen=True)
 class TokenisedSet:
@@ -115,11 +120,15 @@ def describe_inputs(
     encoding: str,
     backend: str = "transformers",
     final_everywhere: bool = False,
+    top_k: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides what the features are, by contents, without loading a model or a tokenizer.
 
     Backends agree within rounding only, so that the shards of one store come from one of them; transformers, the first
     there was, goes unsaid, and so does a final plane that is kept only where it teaches.
+
+    Args:
+        top_k: what decides the teacher where it is kept as its likeliest draft tokens instead of the final plane.
 
     Raises:
         Refused: no data file is named, or one is missing.
@@ -141,6 +150,7 @@ def describe_inputs(
         "encoding": encoding,
         **({} if backend == "transformers" else {"featurize.backend": backend}),
         **({"featurize.final_everywhere": True} if final_everywhere else {}),
+        **(top_k or {}),
     }
 
 

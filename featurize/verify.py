@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors, shard_key, unit_key
+from featurize.teacher import read_vocabulary
 from models.artefact import file_sha256, fingerprint
 from models.errors import Refused
 from models.target import Target, aux_layers, describe_target
@@ -27,6 +28,8 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
     """
     store = FeatureStore.open(directory)
     store.require(target, layers)
+    if store.contract.teacher_k:
+        store.require_vocabulary(read_vocabulary(directory))
     files, totals = store.manifest["files"], store.manifest["totals"]
     for name, counted in count_totals(store.documents).items():
         if totals[name] != counted:
@@ -56,7 +59,8 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
             raise Refused(f"{path} holds other tokens than documents {first} to {last - 1}")
         everywhere = store.contract.final_everywhere
         finals = sum(kept_finals(document, everywhere) for document in store.documents[first:last])
-        for name, wanted in (("aux", len(tokens_T)), ("final", finals)):
+        teacher = "teacher.best" if store.contract.teacher_k else "final"
+        for name, wanted in (("aux", len(tokens_T)), (teacher, finals)):
             if (found := len(tensors[name])) != wanted:
                 raise Refused(f"{path} has {found} rows of {name}, its documents have {wanted}")
     if next_document != len(store):

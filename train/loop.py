@@ -19,6 +19,7 @@ import torch
 
 from featurize.spooled import SpoolStore
 from featurize.store import FeatureStore
+from featurize.vocabulary import count_supervised, divide
 from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.drafts import DraftHead, HeadConfig, initialise, make_head
@@ -37,7 +38,7 @@ from train.packs import Pack, build_pack, read_ahead
 from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import PREEMPTED, StopRequest
 from train.start import fit_start, load_start, rows_wanted, sample
-from train.stock import Stock, count_supervised, divide
+from train.stock import Stock
 from train.validate import validate
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Trainer:
         self.window = Window()
         self.accelerator = ranks.start(trainer, optim)
         self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
-        self.training, self.validation = divide(store.documents, self.corpus, validation_share)
+        self.training, self.validation = divide(store.documents, validation_share)
         self.stock = Stock.take(store, self.corpus, self.training, self.validation)
         self.plan = Plan(
             self.corpus,
@@ -120,7 +121,7 @@ class Trainer:
                 f"of {len(self.plan)} steps; lower one of them"
             )
 
-        counts = count_supervised(store, self.training, config.vocab_size)
+        counts = count_supervised(store.documents, store.tokens_T, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
         self.fresh = trainer.init_from is None and not config.native
@@ -133,6 +134,7 @@ class Trainer:
         else:
             self.head = load_start(Path(trainer.init_from), config, self.tied_to)
             origin = {"init_from": file_sha256(Path(trainer.init_from) / "head.safetensors")}
+        store.require_vocabulary(self.head.ids_D)
         self.coverage = counts[self.head.ids_D].sum().item() / max(1, counts.sum().item())
         self.objective = Objective(self.head, target, objective, trainer.precision)
         if trainer.compile:
@@ -168,11 +170,15 @@ class Trainer:
             for pack in plan_packs(self.corpus, sampled, self.settings.pack_tokens):
                 yield build_pack(store, pack).to(self.accelerator.device)
 
-        if self.accelerator.is_main_process:
+        with_planes = not self.store.contract.teacher_k
+        if self.accelerator.is_main_process and with_planes:
             log.info("fitting the start values on up to %d rows", rows_wanted(self.head.config))
+        elif self.accelerator.is_main_process:
+            log.info("start values are not fitted: that takes final planes, which featurize.teacher_k does without")
         ranks.first(self.accelerator, lambda: initialise(self.head, self.target, sample_planes(store, documents)))
         self.objective.to(self.accelerator.device)
-        ranks.first(self.accelerator, lambda: fit_start(self.objective, packs))
+        if with_planes:
+            ranks.first(self.accelerator, lambda: fit_start(self.objective, packs))
         if self.accelerator.num_processes > 1:
             for parameter in self.head.parameters():
                 torch.distributed.broadcast(parameter.data, 0)

@@ -9,12 +9,25 @@ alpha = sum_v min(p_v, q_v) the chance that a sampled draft is accepted:
   two LK losses (arXiv 2602.23881). lambda is a number of each row and not differentiated: an average over
   a batch would make the loss depend on packing.
 
+Of a teacher that is kept as its S likeliest tokens (featurize/teacher.py) p is known on the partition {token, ...,
+token, all others} of the draft vocabulary, r being what is left for the others:
+
+- kl: the KL of that partition, sum_S p_v log(p_v / q_v) + r log(r / q_R) with q_R the head's sum over the others. It
+  is never above the whole KL (data processing) and 0 only where the head has all S and their sum right. Its gradient
+  is q - p', p' being p on the S tokens and r q_v / q_R on the others: the teacher's rest in the head's own shape, which
+  is also the completion of the teacher that is nearest to the head. Within the rest nothing is taught.
+- ce: as before, since the likeliest draft token is known.
+- nla, lk_hybrid: alpha counts the S tokens alone and so is a lower bound of the acceptance, hence nla an upper bound
+  of the loss; lk_hybrid has the KL from above in it.
+
+With S = D all of them are the losses of the whole teacher.
+
 Teacher and draft logits exist for one chunk of positions at a time. A chunk's teacher is computed once and
 serves every unroll step that predicts from it; the gradients are formed at once, so nothing of size [rows,
 vocabulary] outlives its chunk but a buffer of gradients waiting for one large product with the weight.
 
 Legend: F teacher positions, R rows of a step, n rows of a chunk, H head hidden, P target hidden, D draft
-vocabulary, K unroll steps, C positions of a chunk.
+vocabulary, S kept tokens of a teacher, K unroll steps, C positions of a chunk.
 """
 
 from __future__ import annotations
@@ -24,6 +37,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from featurize.teacher import TopK
 
 
 @dataclass(frozen=True)
@@ -56,11 +71,15 @@ class Teacher:
     Attributes:
         best_C: the target's argmax, for ce.
         p_CD, entropy_C: its probabilities on the draft vocabulary and their entropy in nats, for the others.
+        index_CS, p_CS, rest_C: instead of p_CD, tokens with their probabilities, and what is left for all others.
     """
 
     best_C: torch.Tensor | None = None
     p_CD: torch.Tensor | None = None
     entropy_C: torch.Tensor | None = None
+    index_CS: torch.Tensor | None = None
+    p_CS: torch.Tensor | None = None
+    rest_C: torch.Tensor | None = None
 
     @classmethod
     def of(cls, logits_CD: torch.Tensor, kind: str, dtype: torch.dtype, strip: int) -> Teacher:
@@ -74,12 +93,40 @@ class Teacher:
             entropies.append(-torch.linalg.vecdot(p, log_p))
         return cls(p_CD=p_CD, entropy_C=torch.cat(entropies))
 
+    @classmethod
+    def kept(cls, top: TopK, kind: str, dtype: torch.dtype) -> Teacher:
+        """From what a store kept of the target's distribution; probabilities in `dtype`."""
+        index_CS = top.index_FS.long()
+        if kind == "ce":
+            return cls(best_C=index_CS[:, 0])
+        p_CS, rest_C = top.log_p_FS.to(dtype).exp(), top.rest_F.to(dtype)
+        drafted_C = p_CS.sum(-1) + rest_C
+        p_CS, rest_C = p_CS / drafted_C[:, None], rest_C / drafted_C
+        entropy_C = -torch.xlogy(p_CS, p_CS).sum(-1) - torch.xlogy(rest_C, rest_C)
+        return cls(entropy_C=entropy_C, index_CS=index_CS, p_CS=p_CS, rest_C=rest_C)
+
     def rows(self, local_n: torch.Tensor) -> Teacher:
         """The teachers of some rows, given by ascending places in the chunk."""
         chosen: Any = local_n
         if local_n.device.type == "cpu" and int(local_n[-1] - local_n[0]) == len(local_n) - 1:
             chosen = slice(int(local_n[0]), int(local_n[-1]) + 1)  # consecutive (nearly always): no copy
-        return Teacher(*(None if each is None else each[chosen] for each in (self.best_C, self.p_CD, self.entropy_C)))
+        return Teacher(*(None if each is None else each[chosen] for each in vars(self).values()))
+
+    def against(self, log_q_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """KL [n] from rows' log-probabilities, p [n, D] as far as it is known, and p' [n, D] of the KL's gradient."""
+        assert self.entropy_C is not None
+        if self.p_CD is not None:
+            return -torch.linalg.vecdot(self.p_CD, log_q_nD) - self.entropy_C, self.p_CD, self.p_CD
+        index_nS, p_nS, rest_n = self.index_CS, self.p_CS, self.rest_C
+        assert index_nS is not None and p_nS is not None and rest_n is not None
+        kl_n = -torch.linalg.vecdot(p_nS, log_q_nD.gather(-1, index_nS)) - self.entropy_C
+        p_nD = torch.zeros_like(log_q_nD).scatter_(-1, index_nS, p_nS)
+        if p_nS.shape[-1] == p_nD.shape[-1]:
+            return kl_n, p_nD, p_nD
+        others_nD = log_q_nD.scatter(-1, index_nS, -torch.inf)
+        log_others_n = others_nD.logsumexp(-1)  # not log(1 - sum_S q), which rounds away where the head is sure
+        completed_nD = others_nD.sub_(log_others_n[:, None]).exp_().mul_(rest_n[:, None]).add_(p_nD)
+        return kl_n - rest_n * log_others_n, p_nD, completed_nD
 
 
 def divergence(kind: str, teacher: Teacher, logits_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +140,9 @@ def divergence(kind: str, teacher: Teacher, logits_nD: torch.Tensor) -> tuple[to
         loss_n = -log_q_nD.gather(-1, best_n1)[:, 0]
         q_nD = log_q_nD.exp_()
         return loss_n, q_nD.scatter_add_(-1, best_n1, q_nD.new_full(best_n1.shape, -1.0))
-    p_nD, entropy_n = teacher.p_CD, teacher.entropy_C
-    assert p_nD is not None and entropy_n is not None
-    kl_n = -torch.linalg.vecdot(p_nD, log_q_nD) - entropy_n
+    kl_n, p_nD, completed_nD = teacher.against(log_q_nD)
     if kind == "kl":
-        return kl_n, log_q_nD.exp_().sub_(p_nD)
+        return kl_n, log_q_nD.exp_().sub_(completed_nD)
     q_nD = log_q_nD.exp_()
     alpha_n = torch.minimum(p_nD, q_nD).sum(-1).clamp(min=torch.finfo(q_nD.dtype).tiny)
     below_nD = q_nD < p_nD
@@ -106,7 +151,7 @@ def divergence(kind: str, teacher: Teacher, logits_nD: torch.Tensor) -> tuple[to
     if kind == "nla":
         return -alpha_n.log(), tv_gradient_nD / alpha_n[:, None]
     lambda_n = (-3 * alpha_n).exp()
-    gradient_nD = tv_gradient_nD.mul_(1 - lambda_n[:, None]).addcmul_(q_nD.sub_(p_nD), lambda_n[:, None])
+    gradient_nD = tv_gradient_nD.mul_(1 - lambda_n[:, None]).addcmul_(q_nD.sub_(completed_nD), lambda_n[:, None])
     return lambda_n * kl_n + (1 - lambda_n) * (1 - alpha_n), gradient_nD
 
 
@@ -136,16 +181,18 @@ def _cut(indices: Sequence[torch.Tensor], positions: int, chunk: int) -> list[li
 class ChunkedLoss(torch.autograd.Function):
     """Sum over steps and rows of weight * loss, and per step the sum of the losses that have a weight.
 
-    `apply` takes weight_DH, teacher_weight_DP, final_FP, the kind of loss, the dtype of the products, per step
-    the places of the rows' teachers in final_FP (int64 [R], ascending) and their weights [R], then the hidden
-    states [R, H] of each step. Gradients reach the hidden states, and weight_DH where it is trained.
+    `apply` takes weight_DH, teacher_weight_DP, final_FP (or a TopK, with which teacher_weight_DP may be None), the kind
+    of loss, the dtype of the products, per step the places of the rows' teachers in final_FP (int64 [R], ascending)
+    and their weights [R], then the hidden states [R, H] of each step. Gradients reach the hidden states, and weight_DH
+    where it is trained.
     """
 
     @staticmethod
     def forward(ctx: Any, weight_DH, teacher_weight_DP, final_FP, kind, dtype, indices, weights, *hidden):  # type: ignore[no-untyped-def]
         total, device = torch.promote_types(weight_DH.dtype, torch.float32), weight_DH.device
         size = sizes(device)
-        weight, teacher_weight = weight_DH.to(dtype), teacher_weight_DP.to(dtype)
+        weight, top = weight_DH.to(dtype), isinstance(final_FP, TopK)
+        teacher_weight = None if top else teacher_weight_DP.to(dtype)
         loss, sums_K = torch.zeros((), dtype=total, device=device), torch.zeros(len(hidden), dtype=total, device=device)
         trained, d_hidden = ctx.needs_input_grad[0], [torch.zeros_like(h) for h in hidden]
         # A frozen weight, which is the whole vocabulary, has no product that would be worth waiting for.
@@ -171,8 +218,11 @@ class ChunkedLoss(torch.autograd.Function):
             if not pieces:
                 continue
             first = number * size.chunk
-            teacher_CD = final_FP[first : first + size.chunk].to(dtype) @ teacher_weight.T
-            teacher = Teacher.of(teacher_CD, kind, total, size.strip)
+            chunk = final_FP[first : first + size.chunk]
+            if teacher_weight is None:
+                teacher = Teacher.kept(chunk, kind, total)
+            else:
+                teacher = Teacher.of(chunk.to(dtype) @ teacher_weight.T, kind, total, size.strip)
             for piece in pieces:
                 count = piece.b - piece.a
                 if filled + count > len(gradients_BD):

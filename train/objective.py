@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from featurize.teacher import TopK
 from models.drafts import DraftHead
 from models.errors import Refused
 from models.target import Target
@@ -115,8 +116,8 @@ class Objective(nn.Module):
             return Outcome(zero, torch.zeros(self.settings.unroll_steps), [])
         loss, sums = ChunkedLoss.apply(
             self.draft_DH,
-            self.teacher_DP,
-            pack.final_FP,
+            self.teacher_DP if pack.top is None else None,
+            pack.teachers,
             self.settings.loss,
             self.working,
             [pack.teacher_T[step.rows_R + 1 + k] for k, step in enumerate(steps)],
@@ -131,7 +132,9 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
     """Greedy hits and expected acceptances of unrolled rows, against the target's full vocabulary.
 
     A row that a step no longer supervises counts as not accepted there; a target token outside the draft
-    vocabulary is a miss (design, definitions 8 and 9).
+    vocabulary is a miss (design, definitions 8 and 9). Of teachers that are kept as their likeliest draft tokens
+    (featurize.teacher_k) hits are as exact, since the target's argmax is kept, too; acceptances count those tokens
+    alone and are lower bounds, short of the whole by no more than the target's probability of the other draft tokens.
 
     Raises:
         Refused: a supervised row's acceptance is not a number: its features are not finite, or the head is not.
@@ -140,14 +143,18 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
         hits_RK (1.0 where head and target have the same argmax) and accept_RK (sum over the vocabulary of
         min(p, q) at temperature 1); NaN where the row is not supervised. R are the rows of step 0.
     """
-    head, dtype = objective.head, objective.working
-    final_FP, chunk = pack.final_FP.to(dtype), sizes(pack.final_FP.device).chunk
+    head, dtype, device = objective.head, objective.working, pack.tokens_T.device
+    teachers, chunk = pack.teachers, sizes(device).chunk
     shape = (steps[0].rows_R.numel(), len(steps))
-    hits_RK, accept_RK = (torch.full(shape, torch.nan, device=final_FP.device) for _ in range(2))
-    for first in range(0, final_FP.shape[0], chunk):
-        logits_CV = (final_FP[first : first + chunk] @ objective.teacher_VP.to(dtype).T).float()
-        best_C = logits_CV.argmax(-1)
-        p_CD = (logits_CV - logits_CV.logsumexp(-1, keepdim=True))[:, head.ids_D].exp()
+    hits_RK, accept_RK = (torch.full(shape, torch.nan, device=device) for _ in range(2))
+    for first in range(0, len(teachers), chunk):
+        some = teachers[first : first + chunk]
+        if isinstance(some, TopK):
+            best_C, p_C, index_CS = some.best_F, some.log_p_FS.float().exp(), some.index_FS.long()
+        else:
+            logits_CV = (some.to(dtype) @ objective.teacher_VP.to(dtype).T).float()
+            best_C, index_CS = logits_CV.argmax(-1), None
+            p_C = (logits_CV - logits_CV.logsumexp(-1, keepdim=True))[:, head.ids_D].exp()
         for k, step in enumerate(steps):
             index_R = pack.teacher_T[step.rows_R + 1 + k]
             within = ((index_R >= first) & (index_R < first + chunk)).nonzero()[:, 0]
@@ -157,7 +164,8 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
             q_RD = (step.hidden_RH[within].to(dtype) @ objective.draft_DH.to(dtype).T).float()
             place = torch.searchsorted(steps[0].rows_R, step.rows_R[within])
             hits_RK[place, k] = (head.ids_D[q_RD.argmax(-1)] == best_C[local]).float()
-            accept_RK[place, k] = torch.minimum(p_CD[local], q_RD.softmax(-1)).sum(-1)
+            q_R = q_RD.softmax(-1) if index_CS is None else q_RD.softmax(-1).gather(-1, index_CS[local])
+            accept_RK[place, k] = torch.minimum(p_C[local], q_R).sum(-1)
     hits_RK, accept_RK = hits_RK.cpu(), accept_RK.cpu()
     if (~accept_RK.isnan()).sum() != sum(step.rows_R.numel() for step in steps):
         raise Refused(

@@ -3,7 +3,8 @@
 Which rows a pack supervises follows from the spans alone (design, definition 4): row t at step k when tokens
 t+1 .. t+2+k lie in one span. Reading copies each plane once, from the memory map into the pack; that and the
 checksums of shards release the interpreter, so threads are enough to do it beside the training. Compact planes
-stay as they are stored until the pack is on its device, and are decoded there.
+stay as they are stored until the pack is on its device, and are decoded there. A store that keeps the likeliest tokens
+of its teachers instead of final planes (featurize/teacher.py) gives packs with those.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from featurize.encoding import Planes, joined
 from featurize.store import FeatureStore
+from featurize.teacher import TopK
 
 Span = tuple[int, int]
 
@@ -45,6 +47,7 @@ class Pack:
         spans: half-open, in pack positions.
         documents: their indices in the store.
         encoded: what `aux_TAP` and `final_FP` will be decoded from by `to`; until then those hold no row.
+        top: what is known of the teacher positions instead of `final_FP`, which then holds no row.
     """
 
     tokens_T: torch.Tensor
@@ -54,14 +57,22 @@ class Pack:
     teacher_T: torch.Tensor
     spans: list[Span]
     documents: list[int]
-    encoded: tuple[Planes, Planes] | None = None
+    encoded: tuple[Planes, Planes | None] | None = None
+    top: TopK | None = None
+
+    @property
+    def teachers(self) -> torch.Tensor | TopK:
+        """What rows learn from, by teacher position."""
+        return self.final_FP if self.top is None else self.top
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pack:
         values: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         if self.encoded is not None:
-            values["encoded"] = tuple(planes.map(change) for planes in self.encoded)
+            values["encoded"] = tuple(planes and planes.map(change) for planes in self.encoded)
+        if self.top is not None:
+            values["top"] = self.top.map(change)
         return replace(self, **values)
 
     def to(self, device: torch.device) -> Pack:
@@ -70,7 +81,8 @@ class Pack:
         if moved.encoded is None:
             return moved
         aux, final = moved.encoded
-        return replace(moved, aux_TAP=aux.decode(), final_FP=final.decode(), encoded=None)
+        final_FP = moved.final_FP if final is None else final.decode()
+        return replace(moved, aux_TAP=aux.decode(), final_FP=final_FP, encoded=None)
 
     def pinned(self) -> Pack:
         """The same pack in page-locked memory."""
@@ -95,9 +107,11 @@ def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
         # A row before the first token of a pack's later document would be the previous document's last.
         spans += [(max(s, 1) + offset, e + offset) for s, e in store.documents[index].spans]
         offset, teachers = offset + length, teachers + count
-    aux_TAP, final_FP, encoded = joined(aux), joined(final), None
-    if isinstance(aux_TAP, Planes) and isinstance(final_FP, Planes):
-        encoded = aux_TAP, final_FP
+    planes = [each for each in final if not isinstance(each, TopK)]
+    top = None if planes else TopK.joined([each for each in final if isinstance(each, TopK)])
+    aux_TAP, final_FP, encoded = joined(aux), joined(planes) if planes else torch.empty(0), None
+    if isinstance(aux_TAP, Planes):
+        encoded = aux_TAP, final_FP if isinstance(final_FP, Planes) else None
         aux_TAP, final_FP = torch.empty(0), torch.empty(0)
     assert isinstance(aux_TAP, torch.Tensor) and isinstance(final_FP, torch.Tensor)
     return Pack(
@@ -109,6 +123,7 @@ def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
         spans=spans,
         documents=list(indices),
         encoded=encoded,
+        top=top,
     )
 
 

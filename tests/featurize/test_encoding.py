@@ -27,6 +27,7 @@ from featurize.encoding import (
     stored,
 )
 from featurize.store import FeatureStore
+from featurize.teacher import teacher_bytes
 from models.errors import Refused
 from tests.conftest import sentence, write_lines
 from train.packs import build_pack, read_ahead
@@ -102,9 +103,16 @@ def test_pieces_of_several_shards_keep_their_own_tables(name: str, monkeypatch: 
         joined([*pieces, shards[0]])
 
 
-@pytest.mark.parametrize(("name", "everything", "half"), [("int8", 17_000, 15_000), ("int4", 9_600, 8_500)])
+@pytest.mark.parametrize(
+    ("name", "kept", "everything", "half"),
+    [
+        ("int8", None, 17_000, 15_000),
+        ("int4", None, 9_600, 8_500),
+        ("int8", 64, 13_000, 12_900),
+    ],
+)
 def test_bytes_per_token_of_an_8b_shaped_target_with_every_file_counted(
-    name: str, everything: int, half: int, make_target: Callable[..., Path], tmp_path: Path
+    name: str, kept: int | None, everything: int, half: int, make_target: Callable[..., Path], tmp_path: Path
 ) -> None:
     target = make_target(hidden_size=4096, num_hidden_layers=4)
     rng = random.Random(0)
@@ -123,6 +131,7 @@ def test_bytes_per_token_of_an_8b_shaped_target_with_every_file_counted(
         run = conf.load(
             [f"name={share}", f"root={tmp_path}", f"target.path={target}", f"data.conversations=[{data}]"]
             + [f"featurize.encoding={name}", "featurize.canary_documents=0", "target.aux_layers=[1,2,3]"]
+            + ([] if kept is None else [f"featurize.teacher_k={kept}", "data.validation_share=0"])
         )
         work(run)
         features = run.directory / "features"
@@ -131,7 +140,8 @@ def test_bytes_per_token_of_an_8b_shaped_target_with_every_file_counted(
         # The template's own tokens are no answer; count them as if they were.
         missing = totals["tokens"] * share - totals["teacher_positions"]
         assert abs(missing) < 0.1 * totals["tokens"]
-        assert (size + missing * row_bytes(name, 4096)) / totals["tokens"] <= bound
+        teacher = row_bytes(name, 4096) if kept is None else teacher_bytes(kept, 32_000)
+        assert (size + missing * teacher) / totals["tokens"] <= bound
 
 
 def test_a_width_that_cannot_be_grouped_is_refused() -> None:
@@ -217,4 +227,5 @@ def test_the_benchmark_measures_a_run_and_leaves_nothing_behind(
     said = capsys.readouterr().out
     assert "extraction (int4, writing included)" in said
     assert all(name in said for name in ENCODINGS)
+    assert "featurize.teacher_k" in said
     assert not list(tmp_path.iterdir())

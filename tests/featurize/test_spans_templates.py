@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from featurize.config import DataConfig
 from featurize.conversations import Conversation, Refusals, Unusable, parse_row
 from featurize.spans import Rendered, Renderer
 from featurize.tokenised import render_documents
+from featurize.vocabulary import divide
 
 FOLDER = Path(__file__).parent / "templates"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -312,8 +311,6 @@ def test_b05_truncation_keeps_what_fits_of_an_answer_alone_or_not(family: Any, o
 
 
 def test_documents_of_one_conversation_are_held_out_together(family: Any, tmp_path: Path) -> None:
-    from train.stock import divide
-
     user = {"role": "user", "content": "q"}
     answers = [{"role": "assistant", "content": f"<think>\nhm\n</think>\n\nanswer {i}"} for i in range(3)]
     messages = [message for answer in answers for message in (user, answer)]
@@ -322,8 +319,7 @@ def test_documents_of_one_conversation_are_held_out_together(family: Any, tmp_pa
     rendered = render_documents(DataConfig([str(file)], turns="split"), family("qwen3"), Refusals())
     documents = [document for document, *_ in rendered]
     assert len(documents) == 120
-    corpus: Any = SimpleNamespace(rows_NK=np.ones((len(documents), 1)))
-    parts = [{documents[index].conversation for index in part} for part in divide(documents, corpus, 0.3)]
+    parts = [{documents[index].conversation for index in part} for part in divide(documents, 0.3)]
     assert all(parts)
     assert not parts[0] & parts[1]
     assert parts[0] | parts[1] == {f"c{i}" for i in range(40)}

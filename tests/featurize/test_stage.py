@@ -204,8 +204,11 @@ def test_b12_only_the_torn_shard_is_computed_again(run: Run, monkeypatch: pytest
     assert contents(directory) == before
 
 
-def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(overrides: list[str], tmp_path: Path) -> None:
-    overrides = [*overrides, "featurize.shard_tokens=100"]
+@pytest.mark.parametrize("more", [[], ["featurize.teacher_k=8", "draft.vocab_size=100"]], ids=["planes", "top-k"])
+def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(
+    overrides: list[str], more: list[str], tmp_path: Path
+) -> None:
+    overrides = [*overrides, "featurize.shard_tokens=100", *more]
     reference = load([*overrides, "name=whole"])
     work(reference)
     directory = tmp_path / "a" / "features"
