@@ -15,6 +15,7 @@ from conf import Run, stage
 from featurize.backends import checked_backend
 from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name
+from featurize.dry_run import tell
 from featurize.encoding import require_encoding
 from featurize.extract import Widths, check_space, extract, extract_unit
 from featurize.spool import Spool, fill, kept_part, publish
@@ -111,5 +112,10 @@ def work(run: Run) -> bool:
     return True
 
 
+def dry_run(run: Run) -> None:
+    """Tell what `work` would do."""
+    tell(run.directory, run.data, run.featurize, run.spool, run.target, run.engine)
+
+
 if __name__ == "__main__":
-    stage("featurize", work, shared=True)
+    stage("featurize", work, shared=True, dry_run=dry_run)

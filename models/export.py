@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from models.artefact import (
 )
 from models.card import Story, write_card
 from models.checkpoint import describe, load_head
-from models.config import ExportConfig, TargetConfig
-from models.eagle3 import Eagle3Head
+from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.eagle3 import Eagle3Config, Eagle3Head
 from models.engines import (
     eagle3_config_from_json,
     eagle3_config_json,
@@ -41,7 +42,7 @@ from models.engines import (
     tensor_name,
 )
 from models.errors import Refused
-from models.target import Target
+from models.target import Target, aux_layers, describe_target
 from models.vocabulary import ids_from_offsets, maps
 
 
@@ -206,10 +207,29 @@ def refresh_card(run: Path, settings: ExportConfig, model: TargetConfig, target:
         write_card(run / "export", story, named(settings, story, model.path, target), model.dtype)
 
 
+def tell(run: Path, settings: ExportConfig, model: TargetConfig, draft: DraftConfig) -> None:
+    """Print what an export of this run would hold and where it would lie, trained or not; writes nothing."""
+    target = describe_target(model, weights=False)
+    try:
+        checkpoint: Path | None = find_checkpoint(run / "train", settings.checkpoint)
+    except Refused as missing:
+        checkpoint = None
+        print(f"checkpoint: none yet ({missing})")
+    if checkpoint is None:
+        config = Eagle3Config.for_target(target, aux_layers(target, model.aux_layers), draft)
+    else:
+        config = Eagle3Config.from_dict(read_json(checkpoint / "head.json")["config"])
+        print(f"checkpoint: {checkpoint}")
+    shapes = expected_tensors(config)
+    width = {"d2t": 8, "t2d": 1}
+    size = sum(width.get(name, getattr(torch, settings.dtype).itemsize) * prod(shape) for name, shape in shapes.items())
+    print(f"export: {len(shapes)} tensors, {size / 1e9:.3f} GB ({settings.dtype}, {settings.dialect} dialect)")
+    print(f"writes: {run / 'export'}" + (f", then uploads to {settings.push_to}" if settings.push_to else ""))
+
+
 def main() -> None:
     """The command line."""
     from conf import Run, stage
-    from models.target import describe_target
 
     def work(run: Run) -> bool:
         checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
@@ -226,7 +246,7 @@ def main() -> None:
             print(f"pushed {directory} to {settings.push_to}")
         return made or told or settings.push_to is not None
 
-    stage("export", work)
+    stage("export", work, dry_run=lambda run: tell(run.directory, run.export, run.target, run.draft))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Target:
         for key in LOGIT_KEYS:
             if (value := getattr(self.config, key, None)) not in (None, 1, 1.0):
                 raise Refused(f"{self.path}: {key}={value} changes its logits; such targets are not supported")
-        if names := self._text_names("lm_head.bias"):
+        if self.has_weights and (names := self._text_names("lm_head.bias")):
             raise Refused(f"{self.path}: {names[0]} is added to its logits; such targets are not supported")
 
     @cached_property
@@ -122,6 +122,11 @@ class Target:
         """Fingerprint of everything in the configuration that changes what the model computes."""
         values = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_KEYS}
         return fingerprint(values | {"tied": self.tied})
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its tensors, or the index of them, lie there; a dry run does without."""
+        return any((Path(self.path) / f"model.safetensors{end}").exists() for end in ("", ".index.json"))
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -202,8 +207,11 @@ class Target:
         return digest.hexdigest()[:16]
 
 
-def describe_target(settings: TargetConfig) -> Target:
+def describe_target(settings: TargetConfig, *, weights: bool = True) -> Target:
     """Read a target's configuration.
+
+    Args:
+        weights: of a name on the hub, fetch the weights as well.
 
     Raises:
         Refused: there is no such directory or it holds no transformers configuration.
@@ -212,7 +220,7 @@ def describe_target(settings: TargetConfig) -> Target:
 
     directory = Path(settings.path).expanduser()
     if not directory.is_dir():
-        directory = _from_hub(settings.path)
+        directory = _from_hub(settings.path, weights)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -223,13 +231,14 @@ def describe_target(settings: TargetConfig) -> Target:
     return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise Refused(f"target.path={name} is not a directory; prepare the target first or correct the path")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise Refused(f"target.path={name} is neither a directory nor reachable on the hub ({reason})") from None

@@ -93,5 +93,12 @@ def main(run: Run) -> bool:
     return True
 
 
+def dry_run(run: Run) -> None:
+    """Tell what `main` would do."""
+    from serve_eval.dry_run import tell
+
+    tell(run.directory, run.eval, run.engine, run.target)
+
+
 if __name__ == "__main__":
-    stage("serve_eval", main)
+    stage("serve_eval", main, dry_run=dry_run)

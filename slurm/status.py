@@ -122,6 +122,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         Refused: no such run, or Slurm does not answer.
     """
+    from conf import help
+
+    if help.asks_for_help(arguments):
+        help.tell()
     names = [word for word in arguments if "=" not in word]
     roots = [word.removeprefix("root=") for word in arguments if word.startswith("root=")]
     if len(names) != 1 or len(names) + len(roots) != len(arguments) or len(roots) > 1:
