@@ -14,7 +14,9 @@ import pytest
 
 import conf
 from models.artefact import read_json
+from models.config import TargetConfig
 from models.errors import Refused
+from models.target import describe_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,3 +127,19 @@ def test_a_command_without_a_dry_run_refuses_it_rather_than_running(overrides, t
     assert result.returncode == 2
     assert "dry_run=true: this command has none" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_fetches_no_weights_from_the_hub_and_a_run_does(overrides, monkeypatch, capsys) -> None:
+    fetched: list[list[str]] = []
+    bare = next(word.partition("=")[2] for word in overrides if word.startswith("target.path="))
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        fetched.append(allow_patterns)
+        return bare
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    text = told("featurize", [*overrides, "target.path=owner/model"], capsys)
+    assert "target: owner/model, 8 layers" in text
+    assert fetched and "*.safetensors" not in fetched[0] and "*.json" in fetched[0]
+    describe_target(TargetConfig(path="owner/model"))
+    assert "*.safetensors" in fetched[-1]
