@@ -28,6 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import help
 from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig, SpoolConfig
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
@@ -46,7 +47,7 @@ class Run:
         root: folder of all runs.
         cache: folder of prepared targets.
         features_of: another run under `root` whose features this one trains on, instead of extracting its own.
-        dry_run: `python -m slurm.submit` shows what it would submit, and submits nothing.
+        dry_run: a stage, or `python -m slurm.submit`, shows what it would do, sizes included, and does nothing.
     """
 
     name: str = "???"
@@ -182,19 +183,29 @@ def stage(
     *,
     shared: bool = False,
     sweep: Callable[[list[str]], int] | None = None,
+    dry_run: Callable[[Run], None] | None = None,
 ) -> None:
     """Run one stage from the command line: compose, check, work, and speak in single lines.
 
     `work` returns whether there was anything to do; if so its seconds go into the run's timings.json. A command that
     only shows something returns None, and leaves no trace. Several launches at once are refused, unless the stage is
     `shared` and sees to that itself. `sweep` is given the overrides of a --multirun and returns an exit code.
+    With `dry_run=true` the function `dry_run` tells what `work` would do; it is called in its place.
     Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
     """
+    if help.asks_for_help(sys.argv[1:]):
+        help.tell()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def task(config: DictConfig) -> None:
         run = _resolve(config)
+        if run.dry_run:
+            if dry_run is None:
+                raise Refused("dry_run=true: this command has none; featurize, train, models.export, serve_eval do")
+            if _first_process():
+                dry_run(run)
+            return
         started = time.monotonic()
         with contextlib.nullcontext() if shared else _only_one(run, name):
             worked = work(run)
@@ -232,7 +243,7 @@ def stage(
         except Refused as error:
             print(f"{name}: {error}", file=sys.stderr)
             sys.exit(2)
-    if not (arguments.help or arguments.hydra_help or arguments.info or arguments.cfg):
+    if not (arguments.hydra_help or arguments.info or arguments.cfg):
         try:
             load(arguments.overrides)
         except Refused as error:

@@ -15,6 +15,7 @@ from conf import Run, stage
 from featurize.backends import checked_backend
 from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name
+from featurize.dry_run import tell
 from featurize.encoding import require_encoding
 from featurize.extract import Widths, check_space, choose_device, extract, extract_unit
 from featurize.spool import Spool, fill, kept_part, publish
@@ -33,10 +34,15 @@ from models.errors import Refused
 from models.target import aux_layers, describe_target
 
 
-def work(run: Run) -> bool:
-    """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
+def check_own(run: Run) -> None:
+    """Raise Refused where a run has another's features."""
     if run.features_of is not None:
         raise Refused(f"features_of={run.features_of} names the run whose features these are; extract them as that run")
+
+
+def work(run: Run) -> bool:
+    """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
+    check_own(run)
     streaming = run.spool.gigabytes is not None
     directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
@@ -135,5 +141,11 @@ def work(run: Run) -> bool:
     return True
 
 
+def dry_run(run: Run) -> None:
+    """Tell what `work` would do."""
+    check_own(run)
+    tell(run.directory, run.data, run.featurize, run.spool, run.target, run.engine, run.draft)
+
+
 if __name__ == "__main__":
-    stage("featurize", work, shared=True)
+    stage("featurize", work, shared=True, dry_run=dry_run)

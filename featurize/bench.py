@@ -241,6 +241,8 @@ def main() -> None:
     from featurize.tokenised import load_renderer, tokenise
     from models.target import aux_layers, describe_target
 
+    if conf.help.asks_for_help(sys.argv[1:]):
+        conf.help.tell()
     try:
         run = conf.load(sys.argv[1:])
         target, settings = describe_target(run.target), run.featurize

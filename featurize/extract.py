@@ -269,6 +269,11 @@ class Widths:
         return tokens * (4 + aux * row) + finals * final + len(units) * (aux + tables) * table
 
 
+def free_bytes(directory: Path) -> int:
+    """Free bytes of the disk that a folder is on, or will be on."""
+    return shutil.disk_usage(next(each for each in (directory, *directory.parents) if each.exists())).free
+
+
 def check_space(
     directory: Path, tokenised: TokenisedSet, units: Sequence[Unit], todo: Sequence[Unit], widths: Widths
 ) -> None:
@@ -278,7 +283,7 @@ def check_space(
         Refused: what is still to be written does not fit.
     """
     tokens, total, needed = len(tokenised.tokens), widths.bytes(units), widths.bytes(todo)
-    free = shutil.disk_usage(directory).free
+    free = free_bytes(directory)
     print(
         f"features: {len(tokenised.documents):,} documents, {tokens:,} tokens, {total / tokens:,.0f} bytes per token "
         f"({widths.encoding}), {total / 1e9:.2f} GB in {len(units)} shards; {len(todo)} shards ({needed / 1e9:.2f} GB) "

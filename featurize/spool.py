@@ -19,7 +19,6 @@ other waits for `spool.patience_s`, then stops; one that is there is waited for 
 from __future__ import annotations
 
 import functools
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ import torch
 from featurize.claims import TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import PROGRESS_SECONDS, Widths
+from featurize.extract import PROGRESS_SECONDS, Widths, free_bytes
 from featurize.store import (
     Unit,
     is_finished,
@@ -186,7 +185,7 @@ class Spool:
             Refused: it does not fit.
         """
         taken = sum(path.stat().st_size for path in self.directory.glob("**/shards/*.safetensors"))
-        free, stays = shutil.disk_usage(self.directory).free + taken, self.widths.bytes(kept)
+        free, stays = free_bytes(self.directory) + taken, self.widths.bytes(kept)
         print(
             f"features: {len(self.units)} shards, {sum(self.sizes) / 1e9:.2f} GB ({self.widths.encoding}), pass "
             f"through {self.directory}, at most {self.bound / 1e9:g} GB at a time; documents held out, "

@@ -75,6 +75,8 @@ def main() -> None:
     """Verify the run that the command line names."""
     import conf
 
+    if conf.help.asks_for_help(sys.argv[1:]):
+        conf.help.tell()
     try:
         run = conf.load(sys.argv[1:])
         target = describe_target(run.target)

@@ -20,6 +20,8 @@ from models.mtp import MtpConfig
 from models.target import Target
 from models.vocabulary import ids_from_offsets, maps
 
+KINDS: dict[str, type[Eagle3Config | MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
+
 OPTIONS = {
     "use_aux_hidden_state": "draft.use_aux_hidden_state",
     "aux_layers": "target.aux_layers",
@@ -69,28 +71,47 @@ def save_head(
     write_json(directory / "head.json", {"algorithm": algorithm, "config": head.config.to_dict(), "target": target})
 
 
+def read_config(directory: Path) -> tuple[HeadConfig, dict[str, Any]]:
+    """What a head is, and the description of its target, from head.json alone.
+
+    Raises:
+        Refused: it is missing, or describes no head.
+    """
+    try:
+        meta = read_json(directory / "head.json")
+        if meta["algorithm"] not in KINDS:
+            raise Refused(
+                f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of {', '.join(KINDS)}"
+            )
+        return KINDS[meta["algorithm"]].from_dict(meta["config"]), dict(meta["target"])
+    except FileNotFoundError as error:
+        raise Refused(f"{directory} holds no complete head ({error})") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise _no_head(directory, error) from None
+
+
+def _no_head(directory: Path, error: Exception) -> Refused:
+    reason = " ".join(str(error).split()) or repr(error)
+    return Refused(f"{directory}/head.json describes no draft head ({reason}); copy the checkpoint again")
+
+
 def load_head(directory: Path) -> tuple[DraftHead, dict[str, Any]]:
     """Read a head and the description of its target.
 
     Raises:
         Refused: files are missing or torn, or their tensors are not those of the configuration.
     """
+    config, made_for = read_config(directory)
     try:
-        meta = read_json(directory / "head.json")
         tensors = load_file(directory / "head.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise Refused(f"{directory} holds no complete head ({error})") from None
-    kinds: dict[str, type[Eagle3Config | MtpConfig]] = {"eagle3": Eagle3Config, "mtp": MtpConfig}
     offsets = tensors.pop("d2t", None)
     try:
-        if meta["algorithm"] not in kinds:
-            raise Refused(f"{directory} holds a head of algorithm {meta['algorithm']}, which is not one of eagle3, mtp")
-        config, made_for = kinds[meta["algorithm"]].from_dict(meta["config"]), dict(meta["target"])
         ids_D = None if offsets is None else ids_from_offsets(offsets)
         head = make_head(config, ids_D)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or repr(error)
-        raise Refused(f"{directory}/head.json describes no draft head ({reason}); copy the checkpoint again") from None
+        raise _no_head(directory, error) from None
     if ids_D is not None and (ids_D[0] < 0 or ids_D[-1] >= config.vocab_size or not (ids_D.diff() > 0).all()):
         raise Refused(
             f"{directory}: d2t is no ascending map into 0..{config.vocab_size - 1}; copy the checkpoint again"

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from models.artefact import (
     write_tensors,
 )
 from models.card import Story, public_name, write_card
-from models.checkpoint import describe, differing_target, load_head
-from models.config import ExportConfig, TargetConfig
-from models.drafts import DraftHead
+from models.checkpoint import describe, differing_target, load_head, read_config
+from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.drafts import DraftHead, HeadConfig, head_config
 from models.eagle3 import Eagle3Head
 from models.engines import (
     check_mtp_path,
@@ -51,7 +52,7 @@ from models.errors import Refused
 from models.mtp import MtpConfig, MtpHead
 from models.native import SHARD, write_native
 from models.serving import family
-from models.target import Target
+from models.target import Target, aux_layers, describe_target
 from models.vocabulary import ids_from_offsets, maps
 
 WEIGHTS = "model.safetensors"
@@ -101,6 +102,20 @@ def export_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, torch.Tenso
     return tensors
 
 
+def check_exportable(config: HeadConfig, directory: Path, settings: ExportConfig) -> None:
+    """Check that a head of this shape can be exported as it is asked for.
+
+    Raises:
+        Refused: the dialect has no such heads, or vLLM would not take an MTP head in this directory for one.
+    """
+    if isinstance(config, MtpConfig):
+        if settings.dialect != "plain":
+            raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
+        check_mtp_path(str(directory.absolute()), "name or root")
+    elif settings.dialect == "speculators" and not config.use_aux_hidden_state:
+        raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
+
+
 def export_config(head: DraftHead, target: Target, settings: ExportConfig) -> dict[str, Any]:
     """config.json in the dialect that was asked for.
 
@@ -117,8 +132,6 @@ def export_config(head: DraftHead, target: Target, settings: ExportConfig) -> di
     plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
     if settings.dialect == "plain":
         return plain
-    if not head.config.aux_layers:
-        raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
     if settings.k is None:
         raise Refused("export.dialect=speculators says how many tokens to draft; set export.k")
     architectures = getattr(target.config, "architectures", None) or []
@@ -136,10 +149,7 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     head, trained_for = load_head(checkpoint)
     if told := differing_target(trained_for, describe(target)):
         raise Refused(f"{checkpoint} was trained for another target than {target.path} ({told}); correct target.path")
-    if isinstance(head, MtpHead):
-        if settings.dialect != "plain":
-            raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
-        check_mtp_path(str(directory.absolute()), "name or root")
+    check_exportable(head.config, directory, settings)
     native, about = head.config.native, {}
     config = None if native else export_config(head, target, settings)
     file = SHARD if native else WEIGHTS
@@ -268,10 +278,41 @@ def refresh_card(run: Path, settings: ExportConfig, model: TargetConfig) -> None
         write_card(run / "export", story, named(settings, story, model.path), model.dtype)
 
 
+def tell(run: Path, settings: ExportConfig, model: TargetConfig, draft: DraftConfig) -> None:
+    """Print what an export of this run would hold and where it would lie, trained or not; writes nothing.
+
+    Raises:
+        Refused: the head cannot stand over the target, or not be exported so.
+    """
+    target = describe_target(model, weights=False)
+    try:
+        checkpoint: Path | None = find_checkpoint(run / "train", settings.checkpoint)
+    except Refused as missing:
+        checkpoint = None
+        print(f"checkpoint: none yet ({missing})")
+    if checkpoint is None:
+        config = head_config(target, aux_layers(target, model.aux_layers), draft)
+    else:
+        config, _ = read_config(checkpoint)
+        print(f"checkpoint: {checkpoint}")
+    check_exportable(config, run / "export", settings)
+    if config.native:
+        print(
+            f"export: a copy of {model.path} with the head in {SHARD} and in the dtypes that the target has; its other "
+            "shards are linked"
+        )
+    else:
+        shapes = expected_mtp_tensors(config) if isinstance(config, MtpConfig) else expected_tensors(config)
+        width = {"d2t": 8, "t2d": 1}
+        item = getattr(torch, settings.dtype).itemsize
+        size = sum(width.get(name, item) * prod(shape) for name, shape in shapes.items())
+        print(f"export: {len(shapes)} tensors, {size / 1e9:.3f} GB ({settings.dtype}, {settings.dialect} dialect)")
+    print(f"writes: {run / 'export'}" + (f", then uploads to {settings.push_to}" if settings.push_to else ""))
+
+
 def main() -> None:
     """The command line."""
     from conf import Run, stage
-    from models.target import describe_target
 
     def work(run: Run) -> bool:
         checkpoint = find_checkpoint(run.directory / "train", run.export.checkpoint)
@@ -291,7 +332,7 @@ def main() -> None:
             print(f"pushed {directory} to {settings.push_to}")
         return made or told or settings.push_to is not None
 
-    stage("export", work)
+    stage("export", work, dry_run=lambda run: tell(run.directory, run.export, run.target, run.draft))
 
 
 if __name__ == "__main__":

@@ -187,8 +187,10 @@ def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
 
+    from conf.help import described
+
     transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser("python -m models.importer", description=__doc__)
+    parser = argparse.ArgumentParser("python -m models.importer", **described("models.importer"))
     parser.add_argument("directory", type=Path, help="a head: config.json and safetensors")
     parser.add_argument("--target", required=True, help="directory of the target model")
     parser.add_argument("--out", required=True, type=Path, help="directory of the checkpoint; it must not exist")

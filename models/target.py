@@ -118,7 +118,7 @@ class Target:
         for key in LOGIT_KEYS:
             if (value := getattr(self.config, key, None)) not in (None, 1, 1.0):
                 raise Refused(f"{self.path}: {key}={value} changes its logits; such targets are not supported")
-        if names := self._text_names("lm_head.bias"):
+        if self.has_weights and (names := self._text_names("lm_head.bias")):
             raise Refused(f"{self.path}: {names[0]} is added to its logits; such targets are not supported")
 
     @cached_property
@@ -136,6 +136,11 @@ class Target:
         """Fingerprint of everything in the configuration that changes what the model computes."""
         values = {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE_KEYS}
         return fingerprint(values | {"tied": self.tied})
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its tensors, or the index of them, lie there; a dry run does without."""
+        return any((Path(self.path) / f"model.safetensors{end}").exists() for end in ("", ".index.json"))
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -221,11 +226,12 @@ class Target:
         return digest.hexdigest()[:16]
 
 
-def describe_target(settings: TargetConfig, option: str = "target.path=") -> Target:
+def describe_target(settings: TargetConfig, option: str = "target.path=", *, weights: bool = True) -> Target:
     """Read a target's configuration.
 
     Args:
         option: how the path was given, for messages.
+        weights: of a name on the hub, fetch the weights as well.
 
     Raises:
         Refused: there is no such directory or it holds no transformers configuration.
@@ -235,7 +241,7 @@ def describe_target(settings: TargetConfig, option: str = "target.path=") -> Tar
 
     directory = Path(settings.path).expanduser()
     if not directory.is_dir():
-        directory = _from_hub(settings.path, option)
+        directory = _from_hub(settings.path, option, weights)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -246,13 +252,14 @@ def describe_target(settings: TargetConfig, option: str = "target.path=") -> Tar
     return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code)
 
 
-def _from_hub(name: str, option: str) -> Path:
+def _from_hub(name: str, option: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise Refused(f"{option}{name} is not a directory; prepare the target first or correct the path")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise Refused(f"{option}{name} is neither a directory nor reachable on the hub ({reason})") from None

@@ -22,7 +22,7 @@ def main(run: Run) -> bool:
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import HEADS, describe_machine
-    from serve_eval.sweep import check_possible, failures, run_sweep
+    from serve_eval.sweep import check_possible, check_served_k, failures, run_sweep
     from serve_eval.workloads import load_workload
 
     target = describe_target(run.target)
@@ -49,11 +49,7 @@ def main(run: Run) -> bool:
         return False
     sweep = replace(run.eval, max_new_tokens=run.eval.served_new_tokens or run.eval.max_new_tokens)
     if run.engine.kind != "none":
-        if run.eval.drafting.method != "eagle3" and run.eval.served_k is None:
-            raise Refused(
-                "eval.served_k must be given: the server drafts with the head, and the best k of the reference decoder "
-                f"is that of eval.drafting.method={run.eval.drafting.method}"
-            )
+        check_served_k(run.eval)
         check_possible(run.engine, sweep, prompts, export)
 
     measurement = Measurement(target, head, exported, prompts, run.eval, directory)
@@ -103,5 +99,12 @@ def main(run: Run) -> bool:
     return True
 
 
+def dry_run(run: Run) -> None:
+    """Tell what `main` would do."""
+    from serve_eval.dry_run import tell
+
+    tell(run.directory, run.eval, run.engine, run.target, run.draft)
+
+
 if __name__ == "__main__":
-    stage("serve_eval", main)
+    stage("serve_eval", main, dry_run=dry_run)

@@ -171,6 +171,10 @@ def leftovers(requests: int, concurrency: int = 64) -> Leftovers:
 
 def main() -> None:
     """Measure what the command line names, or all."""
+    from conf import help
+
+    if help.asks_for_help(sys.argv[1:]):
+        help.tell()
     asked = sys.argv[1:] or ["client", "gateway", "leaks"]
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

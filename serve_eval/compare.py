@@ -262,6 +262,10 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     Raises:
         Refused: not two of them, or one cannot be read.
     """
+    from conf import help
+
+    if help.asks_for_help(arguments):
+        help.tell()
     if len(arguments) != 2:
         raise Refused("give it two evaluations: python -m serve_eval.compare runs/a/eval runs/b/eval")
     a, b = (read_sweep(Path(argument)) for argument in arguments)

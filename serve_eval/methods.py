@@ -38,16 +38,17 @@ class Method:
     url: str | None = None
 
 
-def methods_of(settings: EvalConfig, head: Path, k: int) -> list[Method]:
+def methods_of(settings: EvalConfig, head: Path, k: int, of_head: str | None = None) -> list[Method]:
     """The sweep's methods, the server alone first.
 
     Args:
         head: the exported head. k: drafted tokens of methods that name none.
+        of_head: the head's method, for a dry run before its export; None reads it there.
 
     Raises:
         Refused: a method is named twice with the same k.
     """
-    asked = settings.methods or [MethodConfig(method_of(head))]
+    asked = settings.methods or [MethodConfig(of_head or method_of(head))]
     plain = next((each for each in asked if each.method == PLAIN), None)
     found = [Method(PLAIN, url=plain.url if plain else None)]
     often = Counter(each.method for each in asked)
@@ -70,16 +71,18 @@ def the_head(methods: Sequence[Method]) -> Method:
     return next((each for each in speculating if each.method in HEADS), speculating[0])
 
 
-def check_methods(engine: EngineConfig, methods: Sequence[Method]) -> None:
-    """Raise Refused where it is known beforehand that a method's server cannot start."""
+def check_methods(engine: EngineConfig, methods: Sequence[Method], of_head: str | None = None) -> None:
+    """Raise Refused where it is known beforehand that a method's server cannot start; `of_head` as in `methods_of`."""
     the_head(methods)
     for each in methods:
         if each.url is not None:
             continue
         find_interpreter(engine)
         check_method(engine, each.method)
-        if each.method in HEADS and each.model is not None and (kind := method_of(Path(each.model))) != each.method:
-            raise Refused(f"eval.methods: {each.model} is a head of method {kind}, not {each.method}")
+        if each.method in HEADS and each.model is not None:
+            kind = of_head or method_of(Path(each.model))
+            if kind != each.method:
+                raise Refused(f"eval.methods: {each.model} is a head of method {kind}, not {each.method}")
 
 
 @contextlib.contextmanager

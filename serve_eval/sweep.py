@@ -122,18 +122,30 @@ def window_keys(
     }
 
 
-def check_possible(engine: EngineConfig, settings: EvalConfig, prompts: Sequence[Prompt], head: Path) -> None:
+def check_served_k(settings: EvalConfig) -> None:
+    """Raise Refused where the reference decoder's best k would be that of another method than the head."""
+    if settings.drafting.method != "eagle3" and settings.served_k is None:
+        raise Refused(
+            "eval.served_k must be given: the server drafts with the head, and the best k of the reference decoder "
+            f"is that of eval.drafting.method={settings.drafting.method}"
+        )
+
+
+def check_possible(
+    engine: EngineConfig, settings: EvalConfig, prompts: Sequence[Prompt], head: Path, of_head: str | None = None
+) -> None:
     """Everything that can be known to fail before the first minute is spent.
 
     Args:
         head: the exported head.
+        of_head: its method, for a dry run before its export.
 
     Raises:
         Refused: no interpreter with the engine, a method that it has not, no head, too few prompts, answers longer than
             the server's context.
     """
-    methods = methods_of(settings, head, settings.served_k or settings.k)
-    check_methods(engine, methods)
+    methods = methods_of(settings, head, settings.served_k or settings.k, of_head)
+    check_methods(engine, methods, of_head)
     chosen = choose(prompts, settings).values()
     longest = max(len(prompt.ids) for groups in chosen for group in groups.values() for prompt in group)
     k = max(method.k for method in methods)

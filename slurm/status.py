@@ -135,6 +135,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         Refused: no such run, or Slurm does not answer.
     """
+    from conf import help
+
+    if help.asks_for_help(arguments):
+        help.tell()
     words = [word for word in arguments if word != "--json"]
     names = [word for word in words if "=" not in word]
     roots = [word.removeprefix("root=") for word in words if word.startswith("root=")]

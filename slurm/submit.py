@@ -311,6 +311,8 @@ def main(arguments: Sequence[str]) -> None:
     import conf
     from conf.sweep import expand
 
+    if conf.help.asks_for_help(arguments):
+        conf.help.tell()
     overrides = [word for word in arguments if word != "--multirun"]
     stray = [word for word in overrides if word.startswith("-")]
     if not overrides or stray:

@@ -89,7 +89,7 @@ def test_imports_only_run_down(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_only_what_is_run_as_a_command_imports_the_configuration(module: str) -> None:
-    if not module.endswith(".__main__") and not module.startswith("conf."):
+    if not module.endswith(".__main__") and module.split(".")[0] != "conf":
         found = imports(parsed(module), module, outside_main=True)
         assert not [name for name in found if name.split(".")[0] == "conf"]
 
@@ -142,7 +142,8 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
             yield match[1], [word for word in words if re.match(r"[+~]?\w[\w./]*=|--multirun$", word)]
 
 
-DOCUMENTS = ["README.md", "Makefile", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "slurm").glob("*.s*")))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "slurm").glob("*.s*")])
+DOCUMENTS = ["Makefile", *(str(path.relative_to(ROOT)) for path in PAGES)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

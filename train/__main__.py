@@ -53,6 +53,14 @@ def main(run: Run) -> bool:
     return True
 
 
+def dry_run(run: Run) -> None:
+    """Tell what `main` would do."""
+    from train.dry_run import tell
+
+    sections = (run.data, run.featurize, run.spool, run.target, run.draft, run.objective, run.optim, run.trainer)
+    tell(run.directory, *sections, features_of=run.features_of)
+
+
 def sweep(overrides: list[str]) -> int:
     """The runs of a --multirun, one after the other, and their table."""
     from conf.sweep import expand
@@ -69,4 +77,4 @@ def sweep(overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    stage("train", main, sweep=sweep)
+    stage("train", main, sweep=sweep, dry_run=dry_run)

@@ -334,7 +334,9 @@ def show(found: list[Measured]) -> None:
 
 def main() -> None:
     """Parse, measure, tell."""
-    parser = argparse.ArgumentParser(prog="python -m train.bench", description=__doc__.split("\n\n")[0])
+    from conf.help import described
+
+    parser = argparse.ArgumentParser("python -m train.bench", **described("train.bench"))
     parser.add_argument("--shapes", choices=SHAPES, default="smollm2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("bf16", "fp32"), nargs="+", default=["bf16", "fp32"])

@@ -162,7 +162,9 @@ def compare(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser("python -m train.bench_mtp", description=__doc__)
+    from conf.help import described
+
+    parser = argparse.ArgumentParser("python -m train.bench_mtp", **described("train.bench_mtp"))
     parser.add_argument("--k", type=int, default=4, help="steps of the unroll, and tokens of a draft")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of both fine-tunings")
     parser.add_argument("--seed", type=int, default=0)
