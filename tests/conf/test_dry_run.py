@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -80,6 +81,92 @@ def test_a_dry_run_of_streaming_tells_what_passes_through_and_what_stays(overrid
     streaming = [*overrides, "spool.gigabytes=0.01", "trainer.shuffle_shards=2"]
     assert "at most 0.01 GB at a time" in told("featurize", streaming, capsys)
     assert "steps: " in told("train", streaming, capsys)
+
+
+MTP = ["draft.algorithm=mtp", "draft.vocab_size=null", "featurize.final_everywhere=true"]
+
+
+def test_a_dry_run_of_extraction_counts_what_is_kept_for_the_teacher(overrides, capsys) -> None:
+    def size(*changes: str) -> int:
+        text = told("featurize", [*overrides, *changes], capsys)
+        return int(re.search(r"([\d,]+) bytes per token", text)[1].replace(",", ""))  # type: ignore[index]
+
+    usual, everywhere, likeliest = size(), size("featurize.final_everywhere=true"), size("featurize.teacher_k=2")
+    assert likeliest < usual < everywhere
+    assert everywhere == 4 + (3 + 1) * 64 * 2
+    with pytest.raises(Refused, match="features_of=other"):
+        told("featurize", [*overrides, "features_of=other"], capsys)
+    with pytest.raises(Refused, match="featurize.teacher_k=2 keeps no final plane"):
+        told("featurize", [*overrides, "featurize.teacher_k=2", "draft.use_aux_hidden_state=false"], capsys)
+
+
+def test_a_dry_run_of_a_new_mtp_head_tells_no_figure_that_is_not_its_own(overrides, capsys) -> None:
+    text = told("train", [*overrides, *MTP], capsys)
+    assert "head: MTP, " in text and "draft vocabulary 400 of 400" in text
+    assert "not estimated for MTP heads" in text and "working copies" not in text
+    assert "16 tensors" in told("models.export", [*overrides, *MTP], capsys)
+    text = told("serve_eval", [*overrides, *MTP], capsys)
+    assert "server mtp:" in text and "num_nextn_predict_layers" in text and "eagle3" not in text.split("sweep:")[1]
+    with pytest.raises(Refused, match="featurize.final_everywhere=true"):
+        told("train", [*overrides, *MTP, "featurize.final_everywhere=false"], capsys)
+    with pytest.raises(Refused, match="export.dialect=speculators has no MTP heads"):
+        told("models.export", [*overrides, *MTP, "export.dialect=speculators"], capsys)
+    with pytest.raises(Refused, match="is a head of method mtp, not eagle3"):
+        told("serve_eval", [*overrides, *MTP, "eval.methods=[{method: eagle3}]"], capsys)
+
+
+def test_a_dry_run_of_a_targets_own_module_tells_of_the_copy_that_is_served(overrides, tmp_path, capsys) -> None:
+    index = {"weight_map": {"model.mtp_layers.0.input_proj.weight": "model-00001.safetensors"}}
+    (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    native = [*overrides, *MTP, "draft.algorithm=mtp_native"]
+    text = told("train", native, capsys)
+    assert "MTP, the target's own" in text and "arithmetic: not estimated" in text
+    text = told("models.export", native, capsys)
+    assert f"a copy of {tmp_path / 'target'}" in text and "model-mtp.safetensors" in text
+    line = next(line for line in told("serve_eval", native, capsys).splitlines() if line.startswith("server mtp:"))
+    assert f"--model {tmp_path / 'runs/dry/export'} " in line
+    assert '{"method":"mtp","num_speculative_tokens":4}' in line
+
+
+def test_a_dry_run_of_a_head_without_fc_counts_its_one_plane(overrides, capsys) -> None:
+    without = [*overrides, "draft.use_aux_hidden_state=false", "featurize.final_everywhere=true"]
+    assert "head: EAGLE-3 without fc" in told("train", without, capsys)
+    assert "14 tensors" in told("models.export", without, capsys)
+
+
+def test_a_dry_run_of_a_sweep_tells_every_server_and_every_window(overrides, capsys) -> None:
+    several = [
+        *overrides,
+        "eval.methods=[{method: eagle3, k: 2}, {method: eagle3, k: 3}, {method: ngram}]",
+        "eval.side_by_side=true",
+        "eval.repeats=3",
+        "eval.rates=[2]",
+        "eval.input_lengths=[64]",
+        "eval.requests_per_route=1",
+    ]
+    text = told("serve_eval", several, capsys)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("server ")] == [
+        *("none:", "eagle3-k2:", "eagle3-k3:", "ngram:")
+    ]
+    # three loads on three routes, three times; 1 + 2 + 1 requests a route
+    assert (
+        "4 servers, all at once; of each 27 windows (concurrency 1; concurrency 2; 2 requests/s; on chat, json, "
+        in text
+    )
+    assert "36 requests" in text
+    running = "eval.methods=[{method: none, url: 'http://a:1'}, {method: eagle3, url: 'http://a:2'}]"
+    assert "server eagle3: http://a:2" in told("serve_eval", [*overrides, running], capsys)
+
+
+def test_a_dry_run_over_anothers_features_counts_those(overrides, tiny_target_dir, capsys) -> None:
+    overrides = [*(word for word in overrides if not word.startswith("target.path")), f"target.path={tiny_target_dir}"]
+    featurize = importlib.import_module("featurize.__main__")
+    assert featurize.work(conf.load([*overrides, "data.limit=20", "featurize.final_everywhere=true"]))
+    capsys.readouterr()
+    text = told("train", [*overrides, *MTP, "name=second", "features_of=dry"], capsys)
+    documents, held_out = re.search(r"data: (\d+) documents \((\d+) held out\)", text).groups()  # type: ignore[union-attr]
+    assert int(documents) + int(held_out) == 20
+    assert "dry/features\n" in text
 
 
 def test_what_a_dry_run_tells_is_what_the_stages_then_do(overrides, tiny_target_dir, capsys) -> None:

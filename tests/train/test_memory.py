@@ -69,7 +69,7 @@ def unrolled_bytes(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int) -> i
             if isinstance(module, nn.Linear):  # as under autocast
                 module.to(torch.bfloat16)
         ids_T, starts_T = torch.empty(2, tokens, dtype=torch.int64)
-        aux_TAP = torch.empty(tokens, 3, 4096, dtype=torch.bfloat16)
+        aux_TAP = torch.empty(tokens, len(SHAPES_8B.planes), 4096, dtype=torch.bfloat16)
         embedding_VH = torch.empty(SHAPES_8B.vocab_size, 4096, dtype=torch.bfloat16)
         nested = [torch.empty(rows - k, dtype=torch.int64) for k in range(STEPS)]
     with Living() as living:

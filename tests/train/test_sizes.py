@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 
+from models.config import DraftConfig, TargetConfig
 from models.eagle3 import Eagle3Head
+from models.engines import expected_mtp_tensors
+from models.mtp import MtpConfig
+from models.target import describe_target
 from tests.train import test_memory
 from train.bench import SHAPES
 from train.config import ObjectiveConfig, TrainerConfig
@@ -24,14 +29,21 @@ def test_the_weights_are_those_of_the_head() -> None:
     assert parameters(HEAD) == sum(each.numel() for each in head.parameters())
 
 
+def test_the_weights_of_an_mtp_head_are_those_that_are_exported(make_target) -> None:
+    target = describe_target(TargetConfig(path=str(make_target())))
+    head = MtpConfig.for_target(target, DraftConfig(algorithm="mtp"))
+    assert parameters(head) == sum(prod(shape) for shape in expected_mtp_tensors(head).values())
+
+
 @pytest.mark.parametrize(
     ("changes", "tokens", "rows"),
     [
         ({}, 16_384, 16_384),
         ({"intermediate_size": 28_672, "num_key_value_heads": 16}, 8192, 4096),
+        ({"aux_layers": ()}, 16_384, 4096),
         ({}, 65_536, 65_536),
     ],
-    ids=["8b", "other shapes", "rows in chunks"],
+    ids=["8b", "other shapes", "without fc", "rows in chunks"],
 )
 def test_memory_is_told_to_within_a_tenth_of_what_is_counted(monkeypatch, changes, tokens, rows) -> None:
     head = replace(HEAD, **changes)
