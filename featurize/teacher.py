@@ -7,9 +7,10 @@ full softmax, what is left of the draft vocabulary as one probability, and the t
 vocabulary. That is the target's distribution on a partition of the draft vocabulary, {token, ..., token, all others};
 what the losses make of it is told in train/losses.py.
 
-The rest is kept as it is, not as a difference from a total, which the rounding of the others would swallow.
-Log-probabilities are fp16: between -8 and -4 it rounds them by 0.002, bf16 by 0.016, which is 1.6 % of a probability
-(tests/featurize/test_teacher.py measures both).
+Measured on SmolLM2-135M (3,000 positions of the demo, 8,192 draft tokens): 16, 64 and 256 tokens have 94.6, 98.0 and
+99.5 % of the probability on the draft vocabulary (`python -m featurize.bench` tells it of any target). Kept in fp16,
+the probabilities of 64 are off by 0.0002 in sum, in bf16 by 0.0015. The rest is kept as it is, not as a difference from
+a total, which the rounding of the others would swallow.
 
 Logits are computed as the target itself does, lm_head times plane in the target's dtype; all else in fp32, for so many
 positions at a time that no more than CHUNK logits are held. What comes out depends on the draft vocabulary, so that

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from models.artefact import read_json, write_json, write_tensors
+from models.config import SHAPE
 from models.drafts import DraftHead, HeadConfig, make_head
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
@@ -26,19 +27,7 @@ OPTIONS = {
     "use_aux_hidden_state": "draft.use_aux_hidden_state",
     "aux_layers": "target.aux_layers",
     "draft_vocab_size": "draft.vocab_size",
-    **{
-        key: f"draft.{key}"
-        for key in (
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "norm_output",
-            "norm_before_fc",
-            "fc_norm",
-            "rope_parameters",
-        )
-    },
+    **{key: f"draft.{key}" for key in SHAPE},
 }
 """What of a head a run's options decide, the rest being the target's."""
 

@@ -47,6 +47,19 @@ class TargetConfig:
             raise ValueError(f"target.dtype={self.dtype} is not one of bfloat16, float16, float32")
 
 
+SHAPE = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "norm_output",
+    "norm_before_fc",
+    "fc_norm",
+    "rope_parameters",
+)
+"""Options of `DraftConfig` that shape an EAGLE-3 head; an MTP head has its target's shape: engines build it so."""
+
+
 @dataclass
 class DraftConfig:
     """Kind and shape of the draft head; what is null is taken from the target.

@@ -22,25 +22,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from models.config import DraftConfig
+from models.config import SHAPE, DraftConfig
 from models.eagle3 import MLP_SHARE, SELF_SCORE
 from models.errors import Refused
 from models.mtp_families import FAMILIES, dense_block, family_of, native_block
 from models.planes import FINAL
 from models.target import Target
 from models.unroll import KeyValue, RowAttention, Step, unroll
-
-SHAPE = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "norm_output",
-    "norm_before_fc",
-    "fc_norm",
-    "rope_parameters",
-)
-"""What an EAGLE-3 head's options may change and an MTP head's may not: engines build it from the target."""
 
 HANDED_OUT = "handed_out"
 """Name of our attention function among those of transformers."""

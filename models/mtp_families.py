@@ -160,25 +160,31 @@ FAMILIES = {
     "qwen3_next": Family(package="qwen3_next", stem="Qwen3Next", count="num_nextn_predict_layers", **_QWEN),
     "qwen3_5": Family(package="qwen3_5", stem="Qwen3_5", text="Text", count="mtp_num_hidden_layers", **_QWEN),
 }
-"""Under the model type of the targets that bring such modules; mimo's stand over any dense target."""
+"""Under the model type of the targets that bring such modules; mimo's stand over any dense target.
+
+What a module reads is the target's final plane after its norm, as SGLang gives it. vLLM's own MiMo target hands it out
+before the norm, so that a MiMo module trained here suits that target in SGLang; over any other target it suits both.
+"""
 
 
 def family_of(target: Target) -> str:
     """The family of the target's own MTP module.
 
     Raises:
-        Refused: it has none, none of a family that is known here, or several.
+        Refused: it has none of a family that is known here, or several.
     """
     name = target.config.model_type.removesuffix("_text")
     name = name if name in FAMILIES else "mimo"
     family = FAMILIES[name]
     if not any(family.owns(each, target.num_layers) for each in target.files):
         raise Refused(
-            f"{target.path} (model type {target.config.model_type}) holds no MTP module of a family that is known "
-            f"({', '.join(FAMILIES)}); draft.algorithm=mtp trains a new one"
+            f"draft.algorithm=mtp_native: {target.path} ({target.config.model_type}) holds no MTP module of a "
+            f"known family ({', '.join(FAMILIES)}); draft.algorithm=mtp trains a new one for a dense target"
         )
     if (count := getattr(target.config, family.count, None)) not in (None, 1):
-        raise Refused(f"{target.path}: {family.count}={count}; only targets with one MTP module are supported")
+        raise Refused(
+            f"draft.algorithm=mtp_native: {target.path} has {family.count}={count}; only one module is supported"
+        )
     return name
 
 
@@ -191,7 +197,7 @@ def native_block(target: Target) -> dict[str, Any]:
     values = {key: value for key, value in target.config.to_dict().items() if key not in VOLATILE_KEYS}
     kind = (values.get("rope_parameters") or {}).get("rope_type")
     if kind in BY_LENGTH:
-        raise Refused(f"{target.path}: rope of type {kind} is not supported")
+        raise Refused(f"draft.algorithm=mtp_native: {target.path} has rope of type {kind}, which is not supported")
     if values.get("layer_types"):
         values["layer_types"] = ["full_attention"] * target.num_layers
     return values
@@ -219,6 +225,9 @@ def dense_block(target: Target) -> dict[str, Any]:
     for key in ("rms_norm_eps", "intermediate_size"):
         if getattr(config, key, None) is None:
             raise refuse(f"its config has no {key}")
+    window = getattr(config, "sliding_window", None)
+    if window and window < target.context_length:
+        raise refuse(f"sliding_window={window}, which vLLM would give the MTP block and training does not")
     if getattr(config, "quantization_config", None):
         raise refuse("it is quantised, and vLLM would take the MTP block for quantised too")
     heads = config.num_attention_heads

@@ -1,6 +1,6 @@
 """A byte-level tokenizer with the special tokens of several model families, so that ids can be read by eye.
 
-The tiny target, as the extraction is given it.
+The tiny target, as the extraction is given it, and features of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import conf
+import featurize.__main__ as stage
+from featurize.store import FeatureStore
 from models.config import TargetConfig
 from models.target import Target, describe_target
 
@@ -50,3 +53,24 @@ def settings(tiny_target_dir: Path) -> TargetConfig:
 @pytest.fixture(scope="session")
 def target(settings: TargetConfig) -> Target:
     return describe_target(settings)
+
+
+@pytest.fixture
+def extracted(tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path) -> Callable[..., FeatureStore]:
+    """Extract under a run name, with overrides, and open what there is."""
+
+    def make(name: str, *overrides: str) -> FeatureStore:
+        common = [
+            f"root={tmp_path}",
+            f"name={name}",
+            f"target.path={tiny_target_dir}",
+            "target.dtype=float32",
+            f"data.conversations=[{tiny_conversations}]",
+            "data.limit=9",
+            "featurize.shard_tokens=150",
+            "featurize.device=cpu",
+        ]
+        stage.work(conf.load([*common, *overrides]))
+        return FeatureStore.open(tmp_path / name / "features")
+
+    return make

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from conf import load
-from featurize.__main__ import work
-from featurize.store import FeatureStore
 from featurize.verify import verify
 from models.errors import Refused
 from models.target import describe_target
-
-
-@pytest.fixture
-def extracted(tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path) -> Callable[..., FeatureStore]:
-    """Extract under a run name and open what there is."""
-
-    def make(name: str, *more: str) -> FeatureStore:
-        overrides = [
-            f"root={tmp_path}",
-            f"name={name}",
-            f"target.path={tiny_target_dir}",
-            "target.dtype=float32",
-            f"data.conversations=[{tiny_conversations}]",
-            "data.limit=9",
-            "featurize.shard_tokens=150",
-            "featurize.device=cpu",
-        ]
-        work(load([*overrides, *more]))
-        return FeatureStore.open(tmp_path / name / "features")
-
-    return make
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "int8"])

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import conf
 from featurize import teacher
-from featurize.__main__ import work
 from featurize.bench import kept_mass
 from featurize.store import FeatureStore
 from featurize.teacher import Teaching, TopK, index_dtype, read_vocabulary
@@ -26,26 +25,10 @@ KEPT, DRAFTED = 12, 100
 
 
 @pytest.fixture
-def extracted(tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path) -> Callable[..., FeatureStore]:
-    """Extract under a run name and open what there is."""
-
-    def make(name: str, *more: str) -> FeatureStore:
-        overrides = [
-            f"root={tmp_path}",
-            f"name={name}",
-            f"target.path={tiny_target_dir}",
-            "target.dtype=float32",
-            f"data.conversations=[{tiny_conversations}]",
-            "data.limit=20",
-            "data.validation_share=0.3",
-            "featurize.shard_tokens=300",
-            "featurize.device=cpu",
-            f"draft.vocab_size={DRAFTED}",
-        ]
-        work(conf.load([*overrides, *more]))
-        return FeatureStore.open(tmp_path / name / "features")
-
-    return make
+def extracted(extracted: Callable[..., FeatureStore]) -> Callable[..., FeatureStore]:
+    """With more documents, some of them held out, and a draft vocabulary."""
+    more = ["data.limit=20", "data.validation_share=0.3", "featurize.shard_tokens=300", f"draft.vocab_size={DRAFTED}"]
+    return lambda name, *overrides: extracted(name, *more, *overrides)
 
 
 def top_of(store: FeatureStore, index: int) -> TopK:

@@ -178,6 +178,7 @@ def test_a_measurement_of_samples_claims_no_identity(measurement) -> None:
 
 def test_a_served_head_is_compared_with_greedy_chains_whatever_else_was_measured(measurement) -> None:
     served = {
+        "head": "eagle3",
         "prompts": {"1": ["p0", "p1"]},
         "cells": [{"concurrency": 1, "method": "eagle3", "route": "all", "al": 1.0}],
     }

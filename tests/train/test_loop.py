@@ -22,7 +22,7 @@ def test_training_leaves_metrics_curves_and_checkpoints(whole):
     lines = Journal.read(whole / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, manifest["steps"] + 1))
     figures = {"loss", "loss_per_step", "accuracy", "lr", "grad_norm", "tokens_per_s", "rows_per_s", "data_wait"}
-    assert all(line.keys() == {"step", "memory", *figures} for line in lines if "loss" in line)
+    assert all(line.keys() == {"step", "of", "memory", *figures} for line in lines if "loss" in line)
     assert all(line["memory"] > 10_000_000 and 0 <= line["data_wait"] <= 1 for line in lines if "loss" in line)
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert manifest["best_al"] == max(line["val_al"] for line in lines if "val_al" in line) >= 1

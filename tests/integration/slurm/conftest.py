@@ -24,7 +24,7 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
+AuthInfo=socket={directory}/munge.socket,cred_expire=20
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -82,19 +82,19 @@ class Cluster:
         return "+".join(sorted(states))
 
     def requeued(self, job: str, count: int) -> None:
-        """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay of two minutes short."""
+        """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay (cred_expire) short."""
         until(lambda: self.restarts(job) >= count, f"{count} requeues of job {job}", self, 300)
 
         def goes_on() -> bool:
-            rows = self.command("squeue", "--noheader", f"--jobs={job}", "--array", "--format=%i %T %r").splitlines()
-            parts = [row.split(maxsplit=2) for row in rows]
-            held = [part for part, state, reason in parts if state == "PENDING" and reason == "BeginTime"]
+            rows = self.command("squeue", "--noheader", f"--jobs={job}", "--array", "--format=%i %T").splitlines()
+            parts = [row.split() for row in rows]
+            held = [part for part, state in parts if state == "PENDING"]
             for part in held:  # not this very second: a node refuses a job that was revoked in the same one
                 soon = ["scontrol", "update", f"JobId={part}", "StartTime=now+2"]
                 subprocess.run(soon, env=self.environment, capture_output=True)  # it may have begun meanwhile
-            if held:  # a script that ends only now begins the delay anew
+            if held:  # a script that ends only now begins the delay anew; backfill may hold on to an earlier one
                 time.sleep(4)
-            return not held and all(state != "COMPLETING" for _, state, _ in parts)
+            return not held and all(state != "COMPLETING" for _, state in parts)
 
         until(goes_on, f"job {job} goes on", self, 300)
 
