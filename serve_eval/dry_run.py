@@ -41,8 +41,9 @@ def tell(run: Path, settings: EvalConfig, engine: EngineConfig, model: TargetCon
     exported = (export / "export.json").exists()
     print(f"head: {export}" + ("" if exported else " (not there yet)"))
     print(f"prompts: {len(prompts)}, " + ", ".join(f"{route} {count}" for route, count in routes.items()))
+    drafter = "the head" if settings.drafting.method == "eagle3" else settings.drafting.method
     print(
-        f"reference decoder: {settings.drafting.method}, k = {settings.k}, up to "
+        f"reference decoder: {drafter}, k = {settings.k}, up to "
         f"{len(prompts) * settings.max_new_tokens:,} tokens in batches of {settings.batch_size} on {settings.device}"
     )
     if settings.compare_with:
@@ -71,7 +72,7 @@ def _tell_grid(settings: EvalConfig, methods: Sequence[Method], prompts: list[Pr
     routes = next(iter(chosen.values()))
     print(
         f"sweep: {len(methods)} servers, {'all at once' if together else 'one after the other'}; of each {windows} "
-        f"windows ({'; '.join(map(str, chosen))}; on {', '.join(routes)}; {settings.repeats} times), {requests:,} "
+        f"windows ({'; '.join(map(str, chosen))}; on {', '.join(routes)}; repeats: {settings.repeats}), {requests:,} "
         f"requests, up to {requests * settings.max_new_tokens:,} tokens"
     )
 
