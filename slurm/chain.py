@@ -61,7 +61,9 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     trained_by = ("target", "data", "draft", "objective", "optim", "trainer")
     if spool(values) is None:
         if values["features_of"] is None:
-            made_by = ("target", "data", "featurize")
+            made_by: tuple[str, ...] = ("target", "data", "featurize")
+            if values["featurize"]["teacher_k"] is not None:  # then extraction chooses the draft vocabulary
+                made_by += ("draft",)
             stages.append(Stage("extract", "featurize", made_by, "featurize", features, str(shards)))
         stages.append(Stage("train", "train", trained_by, "train", train, str(checkpoints)))
     else:
