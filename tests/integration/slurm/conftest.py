@@ -7,6 +7,7 @@ Slurm that the machine may already have is not touched. The daemons stay in the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -85,15 +86,19 @@ class Cluster:
         """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay (cred_expire) short."""
         until(lambda: self.restarts(job) >= count, f"{count} requeues of job {job}", self, 300)
 
+        asked: dict[str, float] = {}
+
         def goes_on() -> bool:
             rows = self.command("squeue", "--noheader", f"--jobs={job}", "--array", "--format=%i %T").splitlines()
             parts = [row.split() for row in rows]
             held = [part for part, state in parts if state == "PENDING"]
-            for part in held:  # not this very second: a node refuses a job that was revoked in the same one
+            # A script that ends only now begins the delay anew, and backfill may hold on to an earlier one; but asked
+            # for again and again, the groups of a heterogeneous job never begin together.
+            for part in (part for part in held if time.monotonic() - asked.get(part, -math.inf) > 30):
+                # Not this very second: a node refuses a job that was revoked in the same one.
                 soon = ["scontrol", "update", f"JobId={part}", "StartTime=now+2"]
                 subprocess.run(soon, env=self.environment, capture_output=True)  # it may have begun meanwhile
-            if held:  # a script that ends only now begins the delay anew; backfill may hold on to an earlier one
-                time.sleep(4)
+                asked[part] = time.monotonic()
             return not held and all(state != "COMPLETING" for _, state in parts)
 
         until(goes_on, f"job {job} goes on", self, 300)
