@@ -50,16 +50,7 @@ def work(run: Run) -> bool:
     encoding, everywhere, kept_k = run.featurize.encoding, run.featurize.final_everywhere, run.featurize.teacher_k
     require_encoding(encoding, target.hidden_size)
     share, drafts = run.data.validation_share, run.draft
-    inputs = describe_inputs(
-        run.data,
-        target,
-        layers,
-        run.featurize.shard_tokens,
-        encoding,
-        run.featurize.backend,
-        everywhere,
-        None if kept_k is None else Drafted.inputs(kept_k, target, drafts, share),
-    )
+    inputs = describe_inputs(run.data, run.featurize, target, layers, Drafted.inputs(kept_k, target, drafts, share))
     claims = Claims(directory)
     if streaming:
         claims.attend(EXTRACTING)

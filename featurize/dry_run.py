@@ -40,13 +40,10 @@ def documents_of(
     Raises:
         Refused: the folder was made of other inputs, no document is left, or the head needs what is not kept.
     """
-    kept_k, share = settings.teacher_k, data.validation_share
-    top_k = None if kept_k is None else Drafted.inputs(kept_k, target, draft, share)
+    top_k = Drafted.inputs(settings.teacher_k, target, draft, data.validation_share)
     if not (directory / "tokenised.json").is_file():
         return tokenise(data, load_renderer(target, model), "")
-    layers = aux_layers(target, model.aux_layers)
-    everywhere, encoding = settings.final_everywhere, settings.encoding
-    inputs = describe_inputs(data, target, layers, settings.shard_tokens, encoding, settings.backend, everywhere, top_k)
+    inputs = describe_inputs(data, settings, target, aux_layers(target, model.aux_layers), top_k)
     require_inputs(directory, inputs)
     found = load(directory)
     if found is not None and found.fingerprint == fingerprint(inputs):

@@ -84,21 +84,30 @@ def kept_finals(document: Document, everywhere: bool) -> int:
     return document.length if everywhere else document.teachers
 
 
+def shard_ends(lengths: Sequence[int], shard_tokens: int) -> list[int]:
+    """Behind which document each shard ends: documents in order, closed as soon as there are `shard_tokens` tokens."""
+    ends, tokens = [], 0
+    for end, length in enumerate(lengths, 1):
+        tokens += length
+        if tokens >= shard_tokens or end == len(lengths):
+            ends.append(end)
+            tokens = 0
+    return ends
+
+
 def cut_units(tokenised: TokenisedSet, shard_tokens: int, everywhere: bool = False) -> list[Unit]:
-    """Documents in order, closed into a unit as soon as it has `shard_tokens` tokens.
+    """The unit of each shard.
 
     Args:
         everywhere: keep the final plane at every position.
     """
-    units: list[Unit] = []
-    first = tokens = finals = 0
-    for index, document in enumerate(tokenised.documents):
-        tokens += document.length
-        finals += kept_finals(document, everywhere)
-        if tokens >= shard_tokens or index == len(tokenised.documents) - 1:
-            key = unit_key(tokenised.fingerprint, first, index + 1)
-            units.append(Unit(len(units), first, index + 1, tokens, finals, everywhere, key))
-            first, tokens, finals = index + 1, 0, 0
+    units, first = [], 0
+    for index, end in enumerate(shard_ends([document.length for document in tokenised.documents], shard_tokens)):
+        documents = tokenised.documents[first:end]
+        tokens = sum(document.length for document in documents)
+        finals = sum(kept_finals(document, everywhere) for document in documents)
+        units.append(Unit(index, first, end, tokens, finals, everywhere, unit_key(tokenised.fingerprint, first, end)))
+        first = end
     return units
 
 

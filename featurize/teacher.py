@@ -159,12 +159,14 @@ class Drafted:
     kept: int
 
     @staticmethod
-    def inputs(kept: int, target: Target, draft: DraftConfig, validation_share: float) -> dict[str, Any]:
-        """What decides it beside the documents, under the names of the options.
+    def inputs(kept: int | None, target: Target, draft: DraftConfig, validation_share: float) -> dict[str, Any]:
+        """What decides it beside the documents, under the names of the options; nothing where final planes are kept.
 
         Raises:
             Refused: the head that is asked for reads the final plane, or the target's logits are not lm_head of it.
         """
+        if kept is None:
+            return {}
         target.check_logits()
         if draft.algorithm != "eagle3" or not draft.use_aux_hidden_state:
             raise Refused(

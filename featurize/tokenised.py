@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from featurize.config import DataConfig
+from featurize.config import DataConfig, FeaturizeConfig
 from featurize.contract import dtype_name, tokenizer_fingerprint
 from featurize.conversations import Conversation, Refusals, Unusable
 from featurize.sources import describe_sources, read_conversations
@@ -113,14 +113,7 @@ def held_out(document_id: str, share: float) -> bool:
 
 
 def describe_inputs(
-    data: DataConfig,
-    target: Target,
-    aux_layers: Sequence[int],
-    shard_tokens: int,
-    encoding: str,
-    backend: str = "transformers",
-    final_everywhere: bool = False,
-    top_k: dict[str, Any] | None = None,
+    data: DataConfig, settings: FeaturizeConfig, target: Target, aux_layers: Sequence[int], top_k: dict[str, Any]
 ) -> dict[str, Any]:
     """Everything that decides what the features are, by contents, without loading a model or a tokenizer.
 
@@ -128,7 +121,8 @@ def describe_inputs(
     there was, goes unsaid, and so does a final plane that is kept only where it teaches.
 
     Args:
-        top_k: what decides the teacher where it is kept as its likeliest draft tokens instead of the final plane.
+        top_k: what decides the teacher where it is kept as its likeliest draft tokens instead of the final plane
+            (`featurize.teacher.Drafted.inputs`); empty where it is not.
 
     Raises:
         Refused: no data file is named, or one is missing.
@@ -146,11 +140,11 @@ def describe_inputs(
         "target tokenizer and chat template": tokenizer_fingerprint(Path(target.path)),
         "target.dtype": dtype_name(target.dtype),
         "target.aux_layers": list(aux_layers),
-        "featurize.shard_tokens": shard_tokens,
-        "encoding": encoding,
-        **({} if backend == "transformers" else {"featurize.backend": backend}),
-        **({"featurize.final_everywhere": True} if final_everywhere else {}),
-        **(top_k or {}),
+        "featurize.shard_tokens": settings.shard_tokens,
+        "encoding": settings.encoding,
+        **({} if settings.backend == "transformers" else {"featurize.backend": settings.backend}),
+        **({"featurize.final_everywhere": True} if settings.final_everywhere else {}),
+        **top_k,
     }
 
 

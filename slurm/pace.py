@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from featurize.store import shard_ends
 from models.artefact import read_json
 from slurm.chain import Stage, Values
 from train.measure import Journal
@@ -111,21 +112,11 @@ def extracted(features: Path, since: float | None) -> Pace:
     of = None
     if (features / "tokenised.json").exists() and (features / "inputs.json").exists():
         size = read_json(features / "inputs.json")["featurize.shard_tokens"]
-        of = shards([length for _, _, length in read_json(features / "tokenised.json")["documents"]], size)
+        of = len(shard_ends([length for _, _, length in read_json(features / "tokenised.json")["documents"]], size))
     left = None
     if since is not None:
         left = rest(len(written), of, sum(each < since for each in written), time.time() - since)
     return Pace(len(written), of, left, in_words(len(written), of, "shards"))
-
-
-def shards(lengths: Sequence[int], size: int) -> int:
-    """Shards that documents of these lengths fill, as featurize.store cuts them."""
-    count = filled = 0
-    for length in lengths:
-        filled += length
-        if filled >= size:
-            count, filled = count + 1, 0
-    return count + (filled > 0)
 
 
 def trained(train: Path, found: dict[str, object], since: float | None) -> Pace:
