@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -18,7 +19,7 @@ from typing import Any
 
 from models.artefact import file_sha256, read_json, read_json_lines, write_bytes
 from models.config import ExportConfig
-from models.engines import sglang_options, vllm_options
+from models.engines import HEADS, sglang_options, vllm_options
 from models.serving import Family, family
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -112,6 +113,17 @@ def _acceptance(name: str, measured: dict[str, Any]) -> list[str]:
     return [name, al, _positions(measured.get("per_position")), str(measured["rounds"])]
 
 
+def method_of_head(served: Mapping[str, Any]) -> str | None:
+    """The name under which a served evaluation measured the exported head; None where only others drafted.
+
+    Args:
+        served: section of summary.json. One from before methods were compared names none, and has the head alone.
+    """
+    name = served.get("head", "eagle3")
+    method = served.get("methods", {}).get(name, {}).get("method", name)
+    return name if method in HEADS else None
+
+
 def worth(story: Story, weights: str) -> str:
     """The section on acceptance, from the evaluation or else from the validation."""
     if measured := story.evaluated(weights):
@@ -123,7 +135,8 @@ def worth(story: Story, weights: str) -> str:
             f"{measured['k']} drafted tokens, measured by draftsmith's reference decoder:\n\n"
             + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
         )
-        cells = [cell for cell in served.get("cells", []) if cell["method"] != "none" and cell["route"] == "all"]
+        method = method_of_head(served)
+        cells = [cell for cell in served.get("cells", []) if cell["method"] == method and cell["route"] == "all"]
         if cells:
             told = [
                 [str(c["concurrency"]), "n/a" if c["al"] is None else f"{c['al']:.3f}", str(c["output_tokens_per_s"])]

@@ -192,6 +192,10 @@ def eagle3_config_from_json(values: dict[str, Any]) -> Eagle3Config:
     )
 
 
+HEADS = ("eagle3", "mtp")
+"""The methods that draft with an exported head."""
+
+
 def vllm_options(method: str, model: str | None, k: int) -> dict[str, dict[str, Any]]:
     """Options of `vllm serve`, by name, that make it draft.
 

@@ -151,7 +151,9 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
         raise Refused(f"{checkpoint} was trained for another target than {target.path} ({told}); correct target.path")
     check_exportable(head.config, directory, settings)
     native, about = head.config.native, {}
-    config = None if native else export_config(head, target, settings)
+    its_own = Path(target.path) / "config.json"
+    config = read_json(its_own) if native else export_config(head, target, settings)
+    config_bytes = its_own.read_bytes() if native else json_bytes(config)
     file = SHARD if native else WEIGHTS
     if isinstance(head, MtpHead):
         about = {"file": file, "head": head.config.to_dict()}
@@ -159,13 +161,11 @@ def export_head(checkpoint: Path, directory: Path, target: Target, settings: Exp
     record = directory / "export.json"
     if all((directory / name).exists() for name in ("export.json", "config.json", file)):
         found, size = read_json(record), (directory / file).stat().st_size
-        unchanged = config is None or (
-            (directory / "config.json").read_bytes() == json_bytes(config) and found.get("config") == config
-        )
+        unchanged = (directory / "config.json").read_bytes() == config_bytes and found.get("config") == config
         if found.get("identity") == identity and found.get("size") == size and unchanged:
             return False
     with replacing_directory(directory) as temporary:
-        if config is None:
+        if native:
             assert isinstance(head, MtpHead)
             tensors = write_native(temporary, head, target)
         else:

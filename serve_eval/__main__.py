@@ -13,6 +13,7 @@ def main(run: Run) -> bool:
     """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal."""
     from featurize.tokenised import load_renderer
     from models.artefact import file_sha256, fingerprint, read_json, write_json
+    from models.card import method_of_head
     from models.checkpoint import describe, differing_target
     from models.drafts import kind
     from models.errors import Refused
@@ -21,7 +22,7 @@ def main(run: Run) -> bool:
     from serve_eval.beside import read_others
     from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
-    from serve_eval.servers import HEADS, describe_machine
+    from serve_eval.servers import describe_machine
     from serve_eval.sweep import check_possible, check_served_k, failures, run_sweep
     from serve_eval.workloads import load_workload
 
@@ -83,8 +84,7 @@ def main(run: Run) -> bool:
             directory=directory,
         )
         # The reference decoder answers greedily and to the natural stop; only the head's AL is to be held to its.
-        of_head = served["methods"][served["head"]]["method"] in HEADS
-        alike = of_head and not sweep.sampling and not sweep.ignore_eos
+        alike = method_of_head(served) is not None and not sweep.sampling and not sweep.ignore_eos
         served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
         served["warnings"] += disagreements(served["agreement"])
         told = served.pop("lossless")

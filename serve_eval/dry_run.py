@@ -9,12 +9,13 @@ from pathlib import Path
 from featurize.tokenised import load_renderer
 from models.card import holds_target
 from models.config import DraftConfig, EngineConfig, TargetConfig
+from models.engines import HEADS
 from models.servers import command, local, own_environment, show
 from models.target import describe_target
 from serve_eval.config import EvalConfig, MethodConfig
 from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.servers import HEADS, describe_machine, speculation
+from serve_eval.servers import describe_machine, speculation
 from serve_eval.sweep import check_possible, check_served_k, choose
 from serve_eval.workloads import load_workload
 

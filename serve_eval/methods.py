@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.config import EngineConfig
+from models.engines import HEADS
 from models.errors import Refused
 from models.servers import Server, attached, find_interpreter
 from serve_eval.config import EvalConfig, MethodConfig
-from serve_eval.servers import HEADS, check_method, method_of, serving
+from serve_eval.servers import check_method, method_of, serving
 
 PLAIN = "none"
 """The server alone."""

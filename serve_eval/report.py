@@ -20,11 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from models.artefact import write_bytes
+from models.card import method_of_head
+from models.engines import HEADS
 from serve_eval.axes import Summary, clients, head_of, measured_concurrencies, method_names, pooled_cells
 from serve_eval.beside import rows
 from serve_eval.overlap import THRESHOLD
 from serve_eval.plots import draw_plots
-from serve_eval.servers import HEADS
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -63,7 +64,7 @@ def verdict(summary: Summary) -> list[str]:
     losses = [route for route, ratio in here.items() if ratio is not None and ratio <= 1]
     pooled = served["speedup"].get(str(lowest))
     engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(served["engine"], served["engine"])
-    without = "without the head" if head_of(served) in HEADS else "without speculation"
+    without = "without the head" if method_of_head(served) else "without speculation"
     within = (served.get("interval") or {}).get(str(lowest))
     sure = f" ({number(within[0])} to {number(within[1])} at 95 % confidence)" if within else ""
     if pooled is None:
@@ -289,7 +290,7 @@ def write_report(summary: Summary, path: Path) -> None:
         summary=summary,
         reference=summary.get("reference"),
         compared=rows(summary) if summary.get("compared") else None,
-        drafts_with_head=served is not None and head_of(served) in HEADS,
+        drafts_with_head=served is not None and method_of_head(served) is not None,
         served=served,
         title=_name(summary["target"]),
         date=summary.get("date") or date.today().isoformat(),

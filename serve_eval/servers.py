@@ -11,12 +11,9 @@ from pathlib import Path
 from models.artefact import read_json
 from models.card import holds_target
 from models.config import EngineConfig
-from models.engines import check_mtp_path, sglang_options, vllm_options
+from models.engines import HEADS, check_mtp_path, sglang_options, vllm_options
 from models.errors import Refused
 from models.servers import Server, find_interpreter, local, running
-
-HEADS = ("eagle3", "mtp")
-"""The methods that draft with an exported head."""
 
 
 def describe_machine() -> str:

@@ -183,7 +183,7 @@ def run_sweep(
     """Measure every method against the same server without one; resumes what `directory`/cells.jsonl already holds.
 
     Args:
-        head: an exported EAGLE-3 head, for method eagle3.
+        head: the exported head, for the methods that draft with one.
         k: tokens drafted per step, where a method names no k of its own.
         prompts: all evaluation prompts; the first of each route are sent (see `choose_prompts`).
         directory: where cells.jsonl and the servers' logs are kept.

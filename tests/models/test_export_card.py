@@ -119,6 +119,20 @@ def test_the_card_has_the_evaluations_acceptance_by_route_when_it_measured_these
     assert "Not evaluated with these weights" in card(run) and "2.875" not in card(run)
 
 
+def test_the_card_tells_of_the_head_alone_whatever_was_measured_beside_it(run):
+    evaluation(run, file_sha256(run / "export/model.safetensors"))
+    summary = json.loads((run / "eval/summary.json").read_text())
+    served = summary["served"]
+    served["cells"].append({**served["cells"][1], "method": "ngram", "al": 1.25, "output_tokens_per_s": 44.0})
+    served |= {"head": "eagle3", "methods": {"eagle3": {"method": "eagle3"}, "ngram": {"method": "ngram"}}}
+    write_json(run / "eval/summary.json", summary)
+    assert "| 4 | 2.900 | 81.5 |" in card(run) and "44.0" not in card(run)
+    served["cells"] = [each for each in served["cells"] if each["method"] != "eagle3"]
+    served |= {"head": "ngram", "methods": {"ngram": {"method": "ngram"}}}
+    write_json(run / "eval/summary.json", summary)
+    assert "44.0" not in card(run) and "| all | 2.875 |" in card(run)
+
+
 def test_the_cards_commands_draft_the_tokens_that_were_asked_for_or_are_best_or_were_trained(run):
     def drafted(text: str) -> tuple[int, int, int]:
         found = re.search(r'"num_speculative_tokens": (\d+)', text), re.search(r"--speculative-num-steps (\d+)", text)

@@ -130,6 +130,12 @@ def test_b37_the_targets_own_module_goes_back_bit_for_bit_when_nothing_was_train
     again, made_for = load_export(directory)
     assert again.config == head.config and made_for == describe(target)
     assert weights_file(directory).name == "model-mtp.safetensors"
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 3}))
+    with pytest.raises(Refused, match=r"config\.json was edited: .*mtp_num_hidden_layers"):
+        load_export(directory)
+    assert export_head(tmp_path / "checkpoint", directory, target, ExportConfig()) is True
+    assert json.loads((directory / "config.json").read_text()) == config
     write_card(directory, Story.of(tmp_path, tmp_path / "checkpoint"), ExportConfig(base_model="o/t", k=2), "bfloat16")
     text = (directory / "README-mtp.md").read_text()
     assert (
