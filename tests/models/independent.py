@@ -74,6 +74,26 @@ def flattened(config: dict) -> dict:
     return layer | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 
 
+def turned(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> torch.Tensor:
+    """Heads [R, N, E] of rows, rotated."""
+    angles = (positions.double()[:, None] * frequencies)[:, None]
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention [R, N, E] of the newest rows over all keys up to their own, a row and a head at a time."""
+    (rows, heads, size), out = q.shape, torch.zeros_like(q)
+    for row in range(rows):
+        seen = len(keys) - rows + row + 1
+        for head in range(heads):
+            group = head * keys.shape[1] // heads
+            scores = keys[:seen, group] @ q[row, head] / math.sqrt(size)
+            out[row, head] = scores.softmax(0) @ values[:seen, group]
+    return out
+
+
 class Served:
     """A head in one engine's reading, with a key-value cache of one request."""
 
@@ -144,10 +164,7 @@ class Served:
         return self.project(wide, "fc.weight")
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = (positions.double()[:, None] * self.frequencies)[:, None]
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return turned(x, positions, self.frequencies, self.attention_factor)
 
     def forward(
         self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
@@ -164,14 +181,7 @@ class Served:
         self.keys += list(self.turn(k, positions))
         self.values += list(v)
         q, keys, values = self.turn(q, positions), torch.stack(self.keys), torch.stack(self.values)
-        out = torch.zeros(rows, heads, size, dtype=torch.float64)
-        for row in range(rows):
-            seen = len(keys) - rows + row + 1
-            for head in range(heads):
-                group = head * groups // heads
-                scores = keys[:seen, group] @ q[row, head] / math.sqrt(size)
-                out[row, head] = scores.softmax(0) @ values[:seen, group]
-        residual = hidden + self.project(out.flatten(1), "midlayer.self_attn.o_proj.weight")
+        residual = hidden + self.project(attended(q, keys, values).flatten(1), "midlayer.self_attn.o_proj.weight")
         y = self.norm(residual, "midlayer.post_attention_layernorm.weight")
         gate, up = (self.project(y, f"midlayer.mlp.{name}_proj.weight") for name in ("gate", "up"))
         hidden = residual + self.project(gate * gate.sigmoid() * up, "midlayer.mlp.down_proj.weight")

@@ -7,13 +7,12 @@ from the head's own.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.models.independent import inverse_frequencies
+from tests.models.independent import attended, inverse_frequencies, turned
 
 PREFIX = "model.mtp_layers.0."
 
@@ -53,10 +52,7 @@ class ServedMtp:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * self.take(f"{name}.weight")
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angles = (positions.double()[:, None] * self.frequencies)[:, None]
-        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return turned(x, positions, self.frequencies, self.factor)
 
     def forward(
         self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
@@ -77,14 +73,7 @@ class ServedMtp:
         self.keys += list(self.turn(k, positions))
         self.values += list(v)
         q, keys, values = self.turn(q, positions), torch.stack(self.keys), torch.stack(self.values)
-        out = torch.zeros(rows, heads, size, dtype=torch.float64)
-        for row in range(rows):
-            seen = len(keys) - rows + row + 1
-            for head in range(heads):
-                group = head * groups // heads
-                scores = keys[:seen, group] @ q[row, head] / math.sqrt(size)
-                out[row, head] = scores.softmax(0) @ values[:seen, group]
-        residual = residual + out.flatten(1) @ self.take("self_attn.o_proj.weight").T
+        residual = residual + attended(q, keys, values).flatten(1) @ self.take("self_attn.o_proj.weight").T
         y = self.norm(residual, "post_attention_layernorm")
         gate, up = (y @ self.take(f"mlp.{name}_proj.weight").T for name in ("gate", "up"))
         output = residual + (gate * gate.sigmoid() * up) @ self.take("mlp.down_proj.weight").T
