@@ -74,22 +74,27 @@ def plot_speedup(summary: Summary) -> Figure:
     return figure
 
 
-def plot_throughput(summary: Summary) -> Figure:
-    """Output tokens/s of every method per concurrency."""
+def _plot_by_concurrency(summary: Summary, key: str, title: str) -> Figure:
+    """A figure of the pooled cells of every method per concurrency, where it is known."""
     served = summary["served"]
     figure, axes = new_axes()
     concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
     for method, name in method_names(served).items():
         color, marker = method_color(served, method), "s" if method == "none" else "o"
-        cells = [(c, pooled[method, c]["output_tokens_per_s"]) for c in concurrencies if (method, c) in pooled]
-        known = [(c, rate) for c, rate in cells if rate is not None]
+        cells = [(c, pooled[method, c].get(key)) for c in concurrencies if (method, c) in pooled]
+        known = [(c, value) for c, value in cells if value is not None]
         if known:
             axes.plot(*zip(*known, strict=True), color=color, linewidth=2.2, marker=marker, markersize=5, label=name)
     concurrency_axis(axes, concurrencies)
     axes.set_ylim(bottom=0)
-    label(axes, "concurrent clients", "output tokens/s, all routes")
+    label(axes, "concurrent clients", title)
     legend(axes, fontsize=9, loc="best", labelcolor=INK)
     return figure
+
+
+def plot_throughput(summary: Summary) -> Figure:
+    """Output tokens/s of every method per concurrency."""
+    return _plot_by_concurrency(summary, "output_tokens_per_s", "output tokens/s, all routes")
 
 
 def plot_latency(summary: Summary) -> Figure:
@@ -191,18 +196,4 @@ def plot_predictions(summary: Summary) -> Figure:
 
 def plot_cost(summary: Summary) -> Figure:
     """Cost of a million output tokens of every method per concurrency."""
-    served = summary["served"]
-    figure, axes = new_axes()
-    concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
-    for method, name in method_names(served).items():
-        cells = [(c, pooled[method, c].get("cost_per_million")) for c in concurrencies if (method, c) in pooled]
-        known = [(c, cost) for c, cost in cells if cost is not None]
-        if known:
-            axes.plot(
-                *zip(*known, strict=True), color=method_color(served, method), marker="o", markersize=4, label=name
-            )
-    concurrency_axis(axes, concurrencies)
-    axes.set_ylim(bottom=0)
-    label(axes, "concurrent clients", "cost of 1M output tokens")
-    legend(axes, fontsize=9, labelcolor=INK)
-    return figure
+    return _plot_by_concurrency(summary, "cost_per_million", "cost of 1M output tokens")

@@ -14,22 +14,13 @@ from models.config import DraftConfig
 from models.errors import Refused
 from models.mtp import MtpConfig, MtpHead, initialise
 from models.mtp_families import FAMILIES
-from tests.models.mtp_targets import described, save_plain
+from tests.models.mtp_targets import SHAPE, described, save_plain
 
 
 def dense(tmp_path, model: str = "LlamaForCausalLM", **changes: Any):
     """A target of some dense class, heads of 8 unless `changes` say otherwise."""
-    settings: dict[str, Any] = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
     model_class = getattr(transformers, model)
-    loaded = model_class(model_class.config_class(**(settings | changes)))
+    loaded = model_class(model_class.config_class(**(SHAPE | changes)))
     with torch.no_grad():
         loaded.model.norm.weight.uniform_(0.5, 1.5)
     loaded.save_pretrained(tmp_path / "target")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import rms_norm
 
 import conf
 import featurize.__main__ as featurize_stage
@@ -22,6 +21,7 @@ from models.export import export_head, find_checkpoint
 from models.mtp import MtpConfig, MtpHead, initialise
 from models.target import describe_target
 from tests.models.mtp_targets import random_head
+from tests.train.linear import LinearWorld
 from tests.train.runs import final_head, finish, losses, overrides, place, start, train_here
 from train import losses as loss_module
 from train.config import ObjectiveConfig
@@ -136,31 +136,10 @@ def test_costs_count_the_products_of_a_head():
 
 
 def test_a_linear_target_is_known_at_the_start():
-    """A target whose next state is linear in its present one and the token between."""
     torch.manual_seed(0)
-    hidden, vocabulary, length = 24, 60, 600
-    embedding = rms_norm(torch.randn(vocabulary, hidden), (hidden,))
-    lm_head, final_norm = torch.randn(vocabulary, hidden), torch.rand(hidden) + 0.5
-    onward, inward = torch.randn(hidden, hidden) * 0.25, torch.randn(hidden, hidden) * 0.15
-    tokens = torch.randint(0, vocabulary, (length,))
-    state, states = torch.randn(hidden), []
-    for token in tokens:
-        state = rms_norm(state @ onward + embedding[token] @ inward, (hidden,))
-        states.append(state)
-    final_TH = torch.stack(states) * final_norm
-    pack = Pack(
-        tokens_T=tokens,
-        starts_T=torch.arange(length) // 60 * 60,
-        aux_TAP=final_TH[:, None],
-        final_FP=final_TH,
-        teacher_T=torch.arange(length),
-        spans=[(begin + 8, begin + 60) for begin in range(0, length, 60)],
-        documents=[0],
-    )
-    target: Any = SimpleNamespace(
-        load_embedding=lambda: embedding, load_lm_head=lambda: lm_head, load_final_norm=lambda: final_norm
-    )
-    head = MtpHead(config(hidden_size=hidden, vocab_size=vocabulary, num_attention_heads=4, num_key_value_heads=2))
+    known = LinearWorld(24, 60, 600)
+    pack, target = known.pack, known.target
+    head = MtpHead(config(hidden_size=24, vocab_size=60, num_attention_heads=4, num_key_value_heads=2))
     initialise(head, target, pack.aux_TAP)
     objective = Objective(head, target, ObjectiveConfig(unroll_steps=3), "fp32")
     before, _ = judge(objective, pack, objective.unroll(pack, None))

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from models.eagle3 import MLP, Eagle3Config, Eagle3Head, initialise
+from tests.train.linear import LinearWorld
 from tests.train.memory import MemoryStore, documents_of
 from train import start
 from train.config import ObjectiveConfig
@@ -29,31 +30,11 @@ def world(request: pytest.FixtureRequest) -> tuple[Objective, Pack]:
     A head without fc reads the present state itself.
     """
     torch.manual_seed(0)
-    embedding = rms_norm(torch.randn(VOCABULARY, HIDDEN), (HIDDEN,))
-    lm_head, final_norm = torch.randn(VOCABULARY, HIDDEN), torch.rand(HIDDEN) + 0.5
-    onward, inward = torch.randn(HIDDEN, HIDDEN) * 0.25, torch.randn(HIDDEN, HIDDEN) * 0.15
-    tokens = torch.randint(0, VOCABULARY, (LENGTH,))
-    state, states = torch.randn(HIDDEN), []
-    for token in tokens:
-        state = rms_norm(state @ onward + embedding[token] @ inward, (HIDDEN,))
-        states.append(state)
-    state_TH = torch.stack(states)
+    known = LinearWorld(HIDDEN, VOCABULARY, LENGTH)
+    state_TH, target = known.state_TH, known.target
     scale_AP = torch.tensor([1.0, 1000.0])[:, None] * torch.rand(2, HIDDEN)
-    pack = Pack(
-        tokens_T=tokens,
-        starts_T=torch.arange(LENGTH) // 60 * 60,
-        aux_TAP=torch.stack((torch.randn(LENGTH, HIDDEN), state_TH @ torch.randn(HIDDEN, HIDDEN)), 1) * scale_AP,
-        final_FP=state_TH * final_norm,
-        teacher_T=torch.arange(LENGTH),
-        spans=[(begin + 8, begin + 60) for begin in range(0, LENGTH, 60)],
-        documents=[0],
-    )
-    target: Any = SimpleNamespace(
-        hidden_size=HIDDEN,
-        load_embedding=lambda: embedding,
-        load_lm_head=lambda: lm_head,
-        load_final_norm=lambda: final_norm,
-    )
+    mixed_TAP = torch.stack((torch.randn(LENGTH, HIDDEN), state_TH @ torch.randn(HIDDEN, HIDDEN)), 1) * scale_AP
+    pack = dataclasses.replace(known.pack, aux_TAP=mixed_TAP)
     config = Eagle3Config(
         hidden_size=HIDDEN,
         target_hidden_size=HIDDEN,
