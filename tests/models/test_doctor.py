@@ -17,14 +17,11 @@ import torch
 from rich.console import Console
 
 from models import doctor, importer
-from models.config import TargetConfig
 from models.doctor import diagnose
 from models.doctor_values import looks_random
 from models.errors import Refused
 from models.heads import IDS
-from models.target import Target, describe_target
 from tests.models.layouts import (
-    TARGET,
     Edit,
     as_layers,
     as_specforge,
@@ -36,11 +33,6 @@ from tests.models.layouts import (
 )
 
 FC, NORM, LM_HEAD = "fc.weight", "norm.weight", "lm_head.weight"
-
-
-@pytest.fixture(scope="module")
-def target(make_target) -> Target:
-    return describe_target(TargetConfig(path=str(make_target(**TARGET)), dtype="float32"))
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,12 @@ import pytest
 import torch
 
 from models.artefact import differences
-from models.config import TargetConfig
 from models.doctor import diagnose
 from models.errors import Refused
 from models.export import load_export
 from models.heads import IDS
-from models.target import Target, describe_target
-from tests.models.layouts import TARGET, Edit, as_speculators, changed, exported, rope_of_transformers_5
+from tests.models.layouts import Edit, as_speculators, changed, exported, rope_of_transformers_5
 from tests.models.test_doctor import key, run, tensor, without
-
-
-@pytest.fixture(scope="module")
-def target(make_target) -> Target:
-    return describe_target(TargetConfig(path=str(make_target(**TARGET)), dtype="float32"))
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,13 @@ from models.config import TargetConfig
 from models.doctor import diagnose
 from models.doctor_values import map_faults
 from models.rope import attention_scales
-from models.target import Target, describe_target
+from models.target import describe_target
 from tests.models.layouts import TARGET, Edit, changed, exported, sharded
 from tests.models.test_doctor import added, run
 from tests.models.test_export_families import family
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
 USUAL = 0.1 * math.log(8.0) + 1
-
-
-@pytest.fixture(scope="module")
-def target(make_target) -> Target:
-    return describe_target(TargetConfig(path=str(make_target(**TARGET)), dtype="float32"))
 
 
 @pytest.fixture(scope="module")

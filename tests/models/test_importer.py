@@ -19,7 +19,6 @@ from models.export import export_head, load_export
 from models.importer import import_head
 from models.target import Target, describe_target
 from tests.models.layouts import (
-    TARGET,
     Edit,
     as_layers,
     as_legacy,
@@ -29,11 +28,6 @@ from tests.models.layouts import (
     exported,
     sharded,
 )
-
-
-@pytest.fixture(scope="module")
-def target(make_target) -> Target:
-    return describe_target(TargetConfig(path=str(make_target(**TARGET)), dtype="float32"))
 
 
 def with_the_targets_embedding(target: Target, edit: Edit) -> Edit:
