@@ -6,12 +6,17 @@ in a process of its own: what one leaves behind in memory, or how it fails, is n
 are the tasks of an array (slurm/submit.py).
 
     python -m train.sweep name=mine     # the table of a sweep, at any time
+
+A difference between two settings means something only beside what chance alone does. So where `trainer.seed` is swept,
+the table ends with the mean and the range of each setting's seeds.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,8 +107,21 @@ def ranking(base: Path) -> list[tuple[str, dict[str, Any]]]:
     return sorted(runs, key=lambda run: (-(run[1]["al"] or 0), run[0]))
 
 
+def over_seeds(base: Path) -> dict[str, list[float]]:
+    """Simulated AL by setting: those of its finished runs, ascending, that differ in nothing but `trainer.seed`.
+
+    Settings with a single such run are left out: one run has no spread.
+    """
+    found: dict[str, list[float]] = {}
+    for name, standing_of in ranking(base):
+        setting, seeds = re.subn(r"-seed-\d+", "", name)
+        if seeds and standing_of["state"] == "finished" and standing_of["al"] is not None:
+            found.setdefault(setting, []).append(standing_of["al"])
+    return {setting: sorted(als) for setting, als in found.items() if len(als) > 1}
+
+
 def render_table(base: Path) -> None:
-    """Print the ranking.
+    """Print the ranking, then the mean and range over seeds of settings that have several.
 
     Raises:
         Refused: there is no sweep of that run.
@@ -119,7 +137,13 @@ def render_table(base: Path) -> None:
         al = "n/a" if found["al"] is None else f"{found['al']:.3f}"
         step = "n/a" if found["step"] is None else f"{found['step']:,}"
         table.add_row(name, al, step, found["state"])
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for setting, als in over_seeds(base).items():
+        mean, low, high = statistics.fmean(als), als[0], als[-1]
+        console.print(
+            f"{setting}: mean AL {mean:.3f} of {len(als)} seeds, from {low:.3f} to {high:.3f}", highlight=False
+        )
 
 
 if __name__ == "__main__":

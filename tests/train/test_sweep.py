@@ -13,7 +13,7 @@ import pytest
 
 from models.errors import Refused
 from tests.train.runs import ROOT, place
-from train.sweep import begin, ranking, render_table, run_all, swept
+from train.sweep import begin, over_seeds, ranking, render_table, run_all, swept
 
 
 def trained(run: Path, al: float | None) -> None:
@@ -49,6 +49,19 @@ def test_runs_are_ranked_by_simulated_al_and_those_without_one_come_last(tmp_pat
     told = capsys.readouterr().out
     assert re.search(r"base-c .* 2\.500 .*finished", told)
     assert re.search(r"base-d .* n/a .*finished", told)
+
+
+def test_seeds_of_one_setting_are_told_together_with_their_spread(tmp_path: Path, capsys) -> None:
+    names = [f"base-lr-{lr}-seed-{seed}" for lr in ("1e-3", "3e-4") for seed in (0, 1, 12)]
+    begin(tmp_path / "base", [*names, "base-lr-0.1-seed-0"])
+    for name, al in zip(names, (2.0, 2.3, 2.15, 1.5, 1.7, None), strict=True):
+        trained(tmp_path / name, al)
+    trained(tmp_path / "base-lr-0.1-seed-0", 1.0)
+    assert over_seeds(tmp_path / "base") == {"base-lr-1e-3": [2.0, 2.15, 2.3], "base-lr-3e-4": [1.5, 1.7]}
+    render_table(tmp_path / "base")
+    told = capsys.readouterr().out
+    assert "base-lr-1e-3: mean AL 2.150 of 3 seeds, from 2.000 to 2.300" in told
+    assert "base-lr-3e-4: mean AL 1.600 of 2 seeds, from 1.500 to 1.700" in told
 
 
 def test_a_sweep_that_goes_on_keeps_its_earlier_runs(tmp_path: Path) -> None:
