@@ -78,6 +78,14 @@ class Run:
         return Path(self.root).expanduser() / self.name
 
 
+def _of_eagle3(value: Any, *, _root_: DictConfig) -> Any:
+    """What a target says of an EAGLE-3 head over it; a run with a head of another kind does not hear of it."""
+    return value if _root_.draft.algorithm == "eagle3" else None
+
+
+OmegaConf.register_new_resolver("of_eagle3", _of_eagle3)
+
+
 def _schema() -> DictConfig:
     """Of a run; sections are closed, but the mappings in them take any key, on the command line as in a file."""
     schema = OmegaConf.structured(Run)

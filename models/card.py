@@ -180,7 +180,10 @@ def serving(
     where = "" if settings.push_to else " from inside this directory"
     stands = f"`{target}` stands for the target's own directory. "
     named = "" if native or HUB_NAME.fullmatch(str(target)) else stands
-    text = named + f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
+    if reason := remarks.unserved.get("vLLM"):
+        text = named + f"vLLM does not serve this target with a head: {reason}.\n\n"
+    else:
+        text = named + f"With vLLM{where}:\n\n```bash\n{vllm}\n```\n\n"
     if "speculators_config" in config:
         return text + "SGLang does not read this dialect (speculators); export it with `export.dialect=plain`."
     if reason := remarks.unserved.get("SGLang"):

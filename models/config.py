@@ -93,6 +93,7 @@ class DraftConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.rope_parameters = {key: value for key, value in self.rope_parameters.items() if value is not None}
         if self.algorithm not in ("eagle3", "mtp", "mtp_native"):
             raise ValueError(f"draft.algorithm={self.algorithm} is not one of eagle3, mtp, mtp_native")
         sizes = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

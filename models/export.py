@@ -32,7 +32,7 @@ from models.artefact import (
     write_json,
     write_tensors,
 )
-from models.card import Story, public_name, write_card
+from models.card import Story, holds_target, public_name, write_card
 from models.checkpoint import describe, differing_target, load_head, read_config
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.drafts import DraftHead, HeadConfig, head_config
@@ -310,6 +310,13 @@ def tell(run: Path, settings: ExportConfig, model: TargetConfig, draft: DraftCon
     print(f"writes: {run / 'export'}" + (f", then uploads to {settings.push_to}" if settings.push_to else ""))
 
 
+def engines_that_load(dialect: str, model_type: str) -> str:
+    """The engines that load an export in this dialect over such a target, with their verb."""
+    unserved = family(model_type).unserved
+    engines = [each for each in ("vLLM", "SGLang") if each not in unserved and (each == "vLLM" or dialect == "plain")]
+    return f"{' and '.join(engines) or 'no engine'} load{'' if len(engines) == 2 else 's'}"
+
+
 def main() -> None:
     """The command line."""
     from conf import Run, stage
@@ -324,9 +331,9 @@ def main() -> None:
         made = export_head(checkpoint, directory, target, settings)
         told = write_card(directory, story, settings, run.target.dtype)
         if made:
-            both = settings.dialect == "plain" and "SGLang" not in family(target.config.model_type).unserved
-            engines = "vLLM and SGLang load" if both else "vLLM loads"
-            print(f"exported {checkpoint.name} ({settings.dtype}) to {directory}; {engines} it as it is")
+            dtype = "in the target's dtypes" if holds_target(directory) else settings.dtype
+            told_of = engines_that_load(settings.dialect, target.config.model_type)
+            print(f"exported {checkpoint.name} ({dtype}) to {directory}; {told_of} it as it is")
         if settings.push_to:
             push(directory, settings.push_to)
             print(f"pushed {directory} to {settings.push_to}")

@@ -91,6 +91,10 @@ class MtpConfig:
         for key in SHAPE:
             if getattr(draft, key):
                 raise Refused(f"draft.{key}={getattr(draft, key)}: an MTP head has its target's shape; leave it unset")
+        if not draft.use_aux_hidden_state:
+            raise Refused(
+                "draft.use_aux_hidden_state=false is for EAGLE-3 heads: an MTP head reads the final plane anyway"
+            )
         if draft.vocab_size not in (None, target.vocab_size):
             raise Refused(
                 f"draft.vocab_size={draft.vocab_size}: an MTP head has its target's vocabulary; leave it null"

@@ -219,6 +219,8 @@ def dense_block(target: Target) -> dict[str, Any]:
             raise refuse(f"{key}={getattr(config, key)}, a new MTP head needs a dense target like Llama, Qwen, Mistral")
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         raise refuse("it has linear attention, a new MTP head needs a dense target like Llama, Qwen or Mistral")
+    if target.nested:
+        raise refuse("its config is the text part of a larger one, which vLLM would build the MTP block from")
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != "silu":
         raise refuse(f"its activation is {activation}, the engines' MTP block has silu")

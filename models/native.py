@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -94,15 +94,7 @@ def write_native(directory: Path, head: MtpHead, target: Target) -> dict[str, to
     """
     tensors, source = native_tensors(head, target), Path(target.path)
     touched = {target.files[name] for name in tensors}
-    shutil.copytree(
-        source,
-        directory,
-        dirs_exist_ok=True,
-        copy_function=_place,
-        ignore=lambda folder, names: [
-            name for name in names if name.startswith(".") or Path(folder, name) in {*touched, source / INDEX}
-        ],
-    )
+    _place_all(source, directory, {*touched, source / INDEX})
     shards = {name: path.name for name, path in target.files.items()}
     for path in touched:
         kept = sorted(name for name, file in target.files.items() if file == path and name not in tensors)
@@ -120,11 +112,23 @@ def write_native(directory: Path, head: MtpHead, target: Target) -> dict[str, to
     return tensors
 
 
-def _place(source: str, destination: str) -> None:
+def _place_all(source: Path, directory: Path, left_out: Collection[Path]) -> None:
+    """Place the target's files but these and hidden ones; `shutil.copytree` would hide which error it met, such as a
+    full disk, and give the copy the permissions of a directory that may be read-only."""
+    for folder, folders, names in os.walk(source, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        into = directory / Path(folder).relative_to(source)
+        into.mkdir(exist_ok=True)
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if path not in left_out:
+                _place(path, into / path.name)
+
+
+def _place(source: Path, destination: Path) -> None:
     """Link a shard, or copy it where the file system cannot; copy all else, since it may be edited."""
-    if source.endswith(".safetensors"):
+    if source.suffix == ".safetensors":
         with contextlib.suppress(OSError):
-            os.link(os.path.realpath(source), destination)
+            os.link(source.resolve(), destination)
             return
     shutil.copyfile(source, destination)
 

@@ -33,7 +33,10 @@ GEMMA3 = Family(
 """vLLM 0.32: its own Gemma3ForCausalLM is no SupportsEagle3, its Transformers backend is. SGLang 0.5.23:
 Gemma3TextModel.forward captures `hidden_states` while it carries `residual` beside it."""
 
-FAMILIES = {"gemma3": GEMMA3, "gemma3_text": GEMMA3}
+MIMO = Family(unserved={"vLLM": "its own MiMo gives a head the state before the final norm, and no planes"})
+"""vLLM 0.32: MiMoModel.forward returns before its norm, which compute_logits applies, and collects no planes."""
+
+FAMILIES = {"gemma3": GEMMA3, "gemma3_text": GEMMA3, "mimo": MIMO}
 """By the model_type of the target's config.json, or of the text model in it; others need nothing."""
 
 

@@ -55,6 +55,7 @@ class Target:
         tied: whether its output head is its embedding.
         dtype: the dtype it is run in.
         trust_remote_code: whether its configuration was written to run the checkpoint's own code.
+        nested: whether `config` is the text part of a larger one, of a vision-language model say.
     """
 
     path: str
@@ -62,6 +63,7 @@ class Target:
     tied: bool
     dtype: torch.dtype
     trust_remote_code: bool = False
+    nested: bool = False
 
     @property
     def hidden_size(self) -> int:
@@ -249,7 +251,8 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
         raise Refused(f"{option}{settings.path} holds no usable config.json ({reason})") from None
     text = config.get_text_config()
     tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
-    return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code)
+    nested = text is not config
+    return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code, nested)
 
 
 def _from_hub(name: str, option: str, weights: bool) -> Path:

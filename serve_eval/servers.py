@@ -42,11 +42,13 @@ def method_of(head: Path) -> str:
     config_file = head / "config.json"
     if not config_file.exists():
         raise Refused(f"no exported head at {head} (it has no config.json); run `python -m models.export` first")
+    if holds_target(head):  # whose configuration need not name its module, or names it further inside
+        return "mtp"
     config = read_json(config_file)
     names = [*config.get("architectures", ()), config.get("speculators_model_type", "")]
     if any("eagle3" in str(name).lower() for name in names):
         return "eagle3"
-    if any(config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+    if config.get("num_nextn_predict_layers"):
         return "mtp"
     raise Refused(f"{head} is neither an EAGLE-3 nor an MTP head: its config.json names {names}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,13 @@ from pathlib import Path
 import pytest
 
 import conf
+from models.config import DraftConfig
 from models.errors import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = sorted((path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml"))
 MINIMAL = ["name=test", "target.path=somewhere"]
+PAGE = (ROOT / "docs/mtp.md").read_text()
 
 
 @pytest.mark.parametrize(("group", "option"), GROUPS, ids=lambda value: value)
@@ -82,3 +86,18 @@ def test_the_heads_rotation_can_be_set_on_the_command_line() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000, "factor": 2.0}
     given = "draft.rope_parameters={rope_type:yarn,rope_theta:10000,factor:2.0}"
     assert conf.load([*MINIMAL, given]).draft.rope_parameters == rope
+
+
+@pytest.mark.parametrize("target", sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml")))
+def test_what_a_target_says_of_an_eagle3_head_is_not_said_to_an_mtp_head(target: str) -> None:
+    for chosen, algorithm in (("draft=mtp", "mtp"), ("draft.algorithm=mtp_native", "mtp_native")):
+        assert conf.load(["name=test", f"target={target}", chosen]).draft == DraftConfig(algorithm=algorithm)
+    says = target != "smollm2-135m"
+    assert conf.load(["name=test", f"target={target}"]).draft.vocab_size == (32_000 if says else None)
+
+
+def test_the_commands_on_mtp_heads_give_the_section_draft_nothing_that_such_a_head_refuses() -> None:
+    lines = re.findall(r"^python -m (?:featurize|train|models\.export|serve_eval) (.*)$", PAGE, re.MULTILINE)
+    drafts = [conf.load(words).draft for words in map(shlex.split, lines) if "draft" in " ".join(words)]
+    assert len(drafts) >= 6 and all(each == DraftConfig(algorithm=each.algorithm) for each in drafts)
+    assert {each.algorithm for each in drafts} == {"mtp", "mtp_native"}

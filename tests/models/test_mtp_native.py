@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,6 +134,46 @@ def test_the_shards_beside_it_are_links_and_what_may_be_edited_is_a_copy(tmp_pat
     write_native(tmp_path / "out", head, target)
     assert (tmp_path / "out" / "model-00001-of-00002.safetensors").samefile(source / "model-00001-of-00002.safetensors")
     assert not (tmp_path / "out" / "config.json").samefile(source / "config.json")
+
+
+def test_a_copy_of_a_read_only_hub_snapshot_can_be_written_to_and_its_shards_are_linked(tmp_path):
+    blobs, snapshot = save_native("qwen3_5", tmp_path / "blobs", sharded=True), tmp_path / "snapshot"
+    (snapshot / "extra").mkdir(parents=True)
+    (snapshot / "extra" / "note.txt").write_text("kept")
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(blob)
+        blob.chmod(0o444)
+    before = hashes(blobs)
+    for folder in (snapshot / "extra", snapshot):
+        folder.chmod(0o555)
+    try:
+        target, head = load(snapshot)
+        (tmp_path / "out").mkdir()
+        write_native(tmp_path / "out", head, target)
+    finally:
+        snapshot.chmod(0o755)
+        (snapshot / "extra").chmod(0o755)
+    folders = tmp_path / "out", tmp_path / "out" / "extra"
+    assert all(folder.stat().st_mode & 0o200 for folder in folders), "it may be written to, by others than root, too"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "model-00001-of-00002.safetensors").samefile(blobs / "model-00001-of-00002.safetensors")
+    assert (tmp_path / "out" / "extra" / "note.txt").read_text() == "kept"
+    assert hashes(blobs) == before
+
+
+def test_a_full_disk_is_told_as_one_and_no_further_file_is_copied(tmp_path, monkeypatch):
+    target, head = load(save_native("qwen3_5", tmp_path / "source"))
+    (tmp_path / "out").mkdir()
+    asked: list[Path] = []
+
+    def full(source: Path, destination: Path) -> None:
+        asked.append(source)
+        raise OSError(errno.ENOSPC, "No space left on device", str(destination))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left") as told:
+        write_native(tmp_path / "out", head, target)
+    assert told.value.errno == errno.ENOSPC and len(asked) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

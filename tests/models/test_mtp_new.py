@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_targets_that_no_engine_could_serve_it_over_are_refused(message, tmp_pat
         MtpConfig.for_target(target, DraftConfig())
 
 
+def test_the_text_part_of_a_vision_language_model_is_refused_since_vllm_reads_the_whole_configuration(tmp_path):
+    dense(tmp_path, "MistralForCausalLM", sliding_window=None)
+    config = tmp_path / "target" / "config.json"
+    text = json.loads(config.read_text())
+    whole = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    MtpConfig.for_target(described(tmp_path / "target"), DraftConfig())
+    config.write_text(json.dumps(whole))
+    with pytest.raises(Refused, match="its config is the text part of a larger one"):
+        MtpConfig.for_target(described(tmp_path / "target"), DraftConfig())
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mimo"])
 def test_targets_that_are_not_dense_are_refused(family, tmp_path):
     target = described(save_plain(family, tmp_path / "target"))
@@ -86,6 +98,7 @@ def test_targets_that_are_not_dense_are_refused(family, tmp_path):
         {"num_attention_heads": 2},
         {"head_dim": 16},
         {"norm_output": True},
+        {"use_aux_hidden_state": False},
         {"vocab_size": 20},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ],

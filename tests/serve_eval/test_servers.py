@@ -98,6 +98,9 @@ def test_b41_an_mtp_head_is_laid_over_the_target_and_a_native_one_is_served_as_t
     assert told["--speculative-config"] == {"method": "mtp", "model": str(head), "num_speculative_tokens": 2}
     (head / "export.json").write_text(json.dumps({"head": {"native": True}}))
     assert speculation(method, head, 2)[:2] == ["--speculative-config", '{"method":"mtp","num_speculative_tokens":2}']
+    for told_of in ({"num_nextn_predict_layers": 1}, {"text_config": {"mtp_num_hidden_layers": 1}}, {}):
+        (head / "config.json").write_text(json.dumps({"architectures": ["Qwen3_5ForConditionalGeneration"], **told_of}))
+        assert method_of(head) == "mtp", "the target's configuration says so further inside, or not at all"
 
 
 @pytest.mark.parametrize("word", ["eagle-", "Eagle3", "dflash", "dspark"])
