@@ -80,6 +80,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
         ),
     ),
     "serve_eval.bench": ((), ("", "gateway")),
+    "serve_eval.agreement": (
+        ("eval", "engine", "target"),
+        ("experiment=demo", "experiment=demo 'eval.methods=[{method: none}]'"),
+    ),
     "slurm.submit": (
         ("cluster",),
         ("experiment=demo cluster=cpu dry_run=true", "--multirun experiment=demo cluster=gpu optim.lr=1e-3,3e-4"),

@@ -25,6 +25,7 @@ import numpy as np
 import uvicorn
 
 from models.errors import Refused
+from models.servers import get
 from serve_eval.config import BackendConfig, GatewayConfig
 from serve_eval.gateway import make_server
 from serve_eval.load import Outcome, closed_loop
@@ -108,19 +109,30 @@ async def port_of(server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
 def bench_gateway(cores: Sequence[int]) -> None:
     """Print TTFT with and without the gateway."""
     ttft: dict[str, list[float]] = {"directly": [], "through the gateway": []}
+    chunks, cpu_s = 0, 0.0
     with pacing(INTERVAL_S, core=cores[0]) as backend, serving_process(_serve_gateway, backend, cores[1]) as gateway:
         os.sched_setaffinity(0, {cores[0]})
         for _ in range(TURNS):
             for way, url in zip(ttft, (backend, gateway), strict=True):
-                outcomes = load(url, ROUNDS * GATEWAY_STREAMS, GATEWAY_STREAMS, GATEWAY_CHUNKS)[GATEWAY_STREAMS:]
-                ttft[way] += [outcome.ttft_ms for outcome in outcomes if outcome.ttft_ms is not None]
+                before = _cpu_seconds(gateway)
+                outcomes = load(url, ROUNDS * GATEWAY_STREAMS, GATEWAY_STREAMS, GATEWAY_CHUNKS)
+                if url == gateway:
+                    cpu_s += _cpu_seconds(gateway) - before
+                    chunks += sum(1 + len(outcome.itl_ms) for outcome in outcomes)
+                ttft[way] += [each.ttft_ms for each in outcomes[GATEWAY_STREAMS:] if each.ttft_ms is not None]
     spread = {way: np.percentile(samples, [50, 95]) for way, samples in ttft.items()}
     told = ", ".join(f"{way} {p50:.2f} / {p95:.2f}" for way, (p50, p95) in spread.items())
     added = spread["through the gateway"][0] - spread["directly"][0]
     print(
         f"gateway: {GATEWAY_STREAMS} streams, TTFT in ms at p50 / p95: {told}; it adds {added:.2f} ms at p50 "
-        f"(bar: {GATEWAY_BAR_MS})"
+        f"(bar: {GATEWAY_BAR_MS}) and takes {1e6 * cpu_s / chunks:.0f} us of CPU per chunk"
     )
+
+
+def _cpu_seconds(gateway: str) -> float:
+    """CPU time of the gateway's process so far."""
+    lines = get(f"{gateway}/metrics", timeout_s=10).text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("process_cpu_seconds_total"))
 
 
 @dataclass(frozen=True)

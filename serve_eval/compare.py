@@ -271,7 +271,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     a, b = (read_sweep(Path(argument)) for argument in arguments)
     found = ratios(a, b)
     worse = [each for each in found if each.judged and verdict_of(each, confidence_of(found)) == "worse"]
-    out = console or Console()
+    out = console or Console(markup=False, emoji=False)  # names are no markup, whatever brackets they have
     out.print(f"A: {a.folder}\nB: {b.folder}")
     out.print(table_of(a, b, found))
     for line in changes_of_the_server(a, b, found):

@@ -130,8 +130,12 @@ SERVED = ("none", "eagle3", "mtp", "draft_model", "ngram", "suffix")
 
 def check_url(url: str, key: str) -> None:
     """Raise ValueError unless `url` is a plain http(s) address."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # no address in its brackets, or no number for its port
+        known = False
+    if not known or parts.username or parts.query:
         raise ValueError(f"{key}: url must be http(s)://host[:port], without credentials or a query")
 
 
@@ -311,3 +315,5 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         if self.interval_s <= 0:
             raise ValueError(f"monitor.interval_s={self.interval_s} must be positive")
+        for url in self.servers.values():
+            check_url(url, "monitor.servers")

@@ -112,7 +112,8 @@ def parse_counters(text: str) -> Counters:
         Refused: the text is not in Prometheus' format.
     """
     drafts: int | None = None
-    draft_tokens = accepted = busy = waiting = queued = 0
+    accepted: int | None = None
+    draft_tokens = busy = waiting = queued = 0
     queue_s, gauge = 0.0, None
     positions: dict[int, int] = {}
     created: list[float] = []
@@ -125,7 +126,7 @@ def parse_counters(text: str) -> Counters:
                 elif name == f"{_DRAFT_TOKENS}_total":
                     draft_tokens += int(value)
                 elif name == f"{_ACCEPTED}_total":
-                    accepted += int(value)
+                    accepted = (accepted or 0) + int(value)
                 elif name == f"{_PER_POSITION}_total":
                     position = int(labels["position"])
                     positions[position] = positions.get(position, 0) + int(value)
@@ -141,13 +142,13 @@ def parse_counters(text: str) -> Counters:
                     queued += int(value)
                 elif name == _GAUGE:
                     gauge = value
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise Refused(f"the server's /metrics is not in Prometheus' text format ({error})") from None
     per_position = tuple(positions.get(position, 0) for position in range(max(positions, default=-1) + 1))
     return Counters(
-        drafts,
+        drafts if accepted is not None else None,  # of counters that were renamed in part, nothing is known
         draft_tokens,
-        accepted,
+        accepted or 0,
         per_position,
         max(created, default=None),
         busy + waiting,

@@ -31,7 +31,15 @@ from functools import partial
 import anyio
 import httpx
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -48,6 +56,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
 """Bytes of a request, which is kept until its answer begins."""
+SILENT = 3
+"""Health checks in a row without an answer after which a backend is taken for hung."""
 
 _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
@@ -87,6 +97,7 @@ class Metrics:
 
     def __init__(self, router: Router) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         name = "draftsmith_gateway"
         self.requests = Counter(
             f"{name}_requests", "Requests sent on", ["route", "method", "reason"], registry=registry
@@ -236,13 +247,15 @@ class Proxy:
             self.metrics.retries.labels(route).inc()
 
     async def _try(self, choice: Choice, request: Request, body: bytes) -> Opened:
-        url = choice.backend.config.url.rstrip("/") + request.scope["raw_path"].decode("ascii")
-        if query := request.scope["query_string"]:
-            url += f"?{query.decode('ascii')}"
         headers = end_to_end(request.headers.raw, without=frozenset({b"host", b"content-length"}))
-        response = await self.transport.handle_async_request(
-            httpx.Request(request.method, url, headers=headers, content=body, extensions=self.extensions)
-        )
+        try:
+            url = choice.backend.config.url.rstrip("/") + request.scope["raw_path"].decode("ascii")
+            if query := request.scope["query_string"]:
+                url += f"?{query.decode('ascii')}"
+            sent = httpx.Request(request.method, url, headers=headers, content=body, extensions=self.extensions)
+        except (UnicodeDecodeError, httpx.InvalidURL):
+            raise Unanswered(400, "bad_url", "path and query are none of a URL") from None
+        response = await self.transport.handle_async_request(sent)
         stream = response.stream
         assert isinstance(stream, httpx.AsyncByteStream)
         try:
@@ -284,7 +297,8 @@ class Proxy:
 async def poll(router: Router, client: httpx.AsyncClient, backend: Backend) -> None:
     """Look at one backend's health and counters; a backend without readable metrics can be up all the same."""
     reading: Counters | None = None
-    base, up = backend.config.url.rstrip("/"), False
+    base = backend.config.url.rstrip("/")
+    up: bool | None = None
     try:
         up = (await client.get(f"{base}/health", timeout=5)).status_code == 200
         if up:
@@ -294,11 +308,14 @@ async def poll(router: Router, client: httpx.AsyncClient, backend: Backend) -> N
                 wanted = [line for line in page.text.splitlines(True) if _METRICS_WANTED.match(line)]
                 reading = parse_counters("".join(wanted))
     except httpx.ReadTimeout:
-        up = backend.up  # slow is not down: a busy server answers late
-    except httpx.HTTPError:
         pass
+    except httpx.HTTPError:
+        up = up or False
     except Refused as error:
         log.warning("%s: %s", backend.config.url, error)
+    backend.silent = backend.silent + 1 if up is None else 0
+    if up is None:  # slow is not down: a busy server answers late, but it does answer
+        up = backend.up and backend.silent < SILENT
     if up != backend.up:
         log.info("%s (%s) is %s", backend.config.url, backend.config.method, "up" if up else "down")
     router.polled(backend, up, reading)

@@ -44,16 +44,18 @@ async def _read(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
         if response.status != 200:
             said = " ".join((await response.read()).decode(errors="replace").split())
             raise ValueError(f"HTTP {response.status}: {said[:200]}")
-        rest = b""
+        rest = first = b""
         async for data in response.content.iter_any():
             now = time.perf_counter()
+            first = first or data
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 event = line[5:].strip()
                 if line.startswith(b"data:") and event != b"[DONE]":
                     stream.take(json.loads(event), now)
     if not stream.finished:
-        raise ValueError("the stream ended before the answer did")
+        said = "" if b"data:" in first else f"; it began with: {' '.join(first.decode(errors='replace').split())[:200]}"
+        raise ValueError(f"the stream ended before the answer did{said}")
 
 
 async def _request(

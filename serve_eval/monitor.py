@@ -186,6 +186,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         raise Refused("monitor.servers is empty; name them: 'monitor.servers={chat: \"http://127.0.0.1:8000\"}'")
     servers: Mapping[str, str] = config.servers
     watches = [Watch(name, url) for name, url in servers.items()]
+    shown = console or Console(markup=False, emoji=False)  # names are no markup, whatever brackets they have
     exported, stop = Exported(), (lambda: None)
     if config.port:
         registry = CollectorRegistry()
@@ -198,7 +199,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
     try:
         with (
             httpx.Client(timeout=5, trust_env=False, verify=PLAIN) as client,
-            Live(console=console, auto_refresh=False) as live,
+            Live(console=shown, auto_refresh=False) as live,
         ):
             for number in count(1):
                 exported.rows = [row for each in watches for row in each.look(client)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -130,7 +131,8 @@ def draw_plots(summary: Summary) -> list[dict[str, Any]]:
         ]
         if reference.get("al_by_k"):
             drawn.append(("Acceptance length over k", "Reference decoder; shorter k are estimates.", _plot_lengths))
-    return [
-        {"title": title, "note": note, "image": image(plot(summary)), "wide": plot is plot_speedup}
-        for title, note, plot in drawn
-    ]
+    with matplotlib.rc_context({"text.parse_math": False}):  # a route's name may hold dollars
+        return [
+            {"title": title, "note": note, "image": image(plot(summary)), "wide": plot is plot_speedup}
+            for title, note, plot in drawn
+        ]

@@ -234,13 +234,17 @@ def read_policy(path: Path) -> Policy:
     for name in ("window_drafts", "probe_every"):
         if getattr(policy, name) < 1:
             raise Refused(f"{path}: {name}={getattr(policy, name)} must be at least 1")
+    if policy.max_queue_wait_ms is not None and not policy.max_queue_wait_ms >= 0:  # so .nan is none either
+        raise Refused(f"{path}: max_queue_wait_ms={policy.max_queue_wait_ms} must be 0 or more")
     for label, route in policy.routes.items():
         ends = [level.up_to for level in route.levels]
-        if ends != sorted(set(ends)) or not 0 <= route.share <= 1:
-            raise Refused(f"{path}: route {label} needs ascending up_to (they are {ends}) and a share of 0 to 1")
+        if ends != sorted(set(ends)) or min(ends, default=1) < 1 or not 0 <= route.share <= 1:
+            raise Refused(f"{path}: route {label} needs ascending up_to from 1 (they are {ends}), a share of 0 to 1")
         for level in route.levels:
-            if (level.method == "none") != (level.k == 0):
+            if (level.method == "none") != (level.k == 0) or level.k < 0:
                 raise Refused(f"{path}: route {label} up to {level.up_to}: k is 0 exactly for method none")
+            if level.min_al is not None and not level.min_al >= 0:
+                raise Refused(f"{path}: route {label} up to {level.up_to}: min_al={level.min_al} must be 0 or more")
     return policy
 
 

@@ -267,7 +267,7 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
         parts.append(Text(f"warning: {warning}", style="yellow"))
     parts.append(Panel(" ".join(verdict(summary)), title="verdict", title_align="left"))
     group = Group(*parts)
-    (console or Console()).print(group)
+    (console or Console(markup=False, emoji=False)).print(group)  # names are no markup, whatever brackets they have
     return group
 
 

@@ -74,6 +74,7 @@ class Backend:
         up: it answered the last health check, and no connection to it has failed since.
         in_flight: our requests that it works on, by route.
         queue_wait_ms: mean wait in its queue over the last poll in which requests left it; None when not told.
+        silent: health checks in a row that it has not answered.
         tells: its responses tell their own acceptance, so its counters are not asked.
     """
 
@@ -81,6 +82,7 @@ class Backend:
     up: bool = False
     in_flight: Counter[str] = field(default_factory=Counter)
     queue_wait_ms: float | None = None
+    silent: int = 0
     tells: bool = False
     _reading: Counters | None = None
     _seen: set[str] = field(default_factory=set)

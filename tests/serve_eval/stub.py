@@ -25,10 +25,11 @@ class Behaviour:
 
     tokens_per_chunk tokens per chunk, chunk_ms apart, `tokens` in all; the answer's ids depend on the prompt
     alone. `mishap` maps a prompt's first id (or "any") to "http500", "error event", "hang", "cut", "mute" (headers,
-    then the connection's end), "slow" (a second before the first chunk), or "late" (waits for `Stub.go` before it).
-    `own_figures` tells a request's own acceptance beside its usage; `headers` are sent with each answer. With `kind`
-    "sglang" it is asked at /generate, and its chunks repeat the whole text, or with `increments` do not. Each request
-    adds `queued_s` to the time spent in the queue.
+    then the connection's end), "page" (200, but no stream), "slow" (a second before the first chunk), or "late" (waits
+    for `Stub.go` before it). `own_figures` tells a request's own acceptance beside its usage; `headers` are sent with
+    each answer. With `kind` "sglang" it is asked at /generate, and its chunks repeat the whole text, or with
+    `increments` do not. Each request adds `queued_s` to the time spent in the queue. As a process it dies of the
+    request after `die_after` others.
     """
 
     tokens: int = 12
@@ -53,6 +54,7 @@ class Behaviour:
     start_delay_s: float = 0.0
     fail_start: str | None = None
     spawn_child: str | None = None
+    die_after: int | None = None
     ignore_sigterm: bool = False
 
 
@@ -113,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with stub.lock:
             stub.bodies.append(body)
+            if behaviour.die_after is not None and len(stub.bodies) > behaviour.die_after:
+                os._exit(7)
             stub.heard.append({name.lower(): value for name, value in self.headers.items()})
             stub.in_flight += 1
             stub.most_in_flight = max(stub.most_in_flight, stub.in_flight)
@@ -132,6 +136,9 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict[str, Any], behaviour: Behaviour, mishap: str | None) -> None:
         if mishap == "http500":
             self._plain(500, '{"error": {"message": "the engine is out of order"}}')
+            return
+        if mishap == "page":
+            self._plain(200, '<html>{"error": "come back later"}</html>')
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -273,9 +280,28 @@ def running(behaviour: Behaviour) -> Iterator[tuple[str, Stub]]:
         stub.server_close()
 
 
+def bench(options: list[str]) -> None:
+    """The fake `vllm bench serve`: it asks nothing, and tells what STUB_BENCH (JSON) says, its own prompts beside."""
+    values = dict(zip(options, options[1:], strict=False))
+    with open(values["--dataset-path"]) as handle:
+        rows = [json.loads(line) for line in handle]
+    told = {"completed": len(rows), "input_lens": [len(row["prompt"].split()) for row in rows]}
+    told |= {"output_throughput": 100.0, "ttfts": [0.02] * len(rows), "generated_texts": [""] * len(rows)}
+    told |= json.loads(os.environ.get("STUB_BENCH", "{}"))
+    if "fails" in told:
+        sys.exit(f"ValueError: {told['fails']}")
+    with open(os.environ["STUB_STARTS"], "a") as handle:
+        handle.write(json.dumps({"arguments": options, "rows": rows}) + "\n")
+    with open(os.path.join(values["--result-dir"], values["--result-filename"]), "w") as handle:
+        json.dump(told, handle)
+
+
 def main() -> None:
-    """The fake engine: `stub.py -m vllm.entrypoints.openai.api_server ... --port N`."""
+    """The fake engine: `stub.py -m vllm.entrypoints.openai.api_server ... --port N`, or its benchmark with `-c`."""
     arguments = sys.argv[1:]
+    if arguments[0] == "-c":
+        bench(arguments[2:])
+        return
     behaviour = Behaviour(**json.loads(os.environ.get("STUB_BEHAVIOUR", "{}")))
     if starts := os.environ.get("STUB_STARTS"):
         with open(starts, "a") as handle:

@@ -94,6 +94,12 @@ def test_the_same_sweep_again_is_no_regression(tmp_path: Path, repeats: int) -> 
     assert told(a, b)[0] == 0
 
 
+def test_a_routes_name_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (sweep(tmp_path / side, {"[/x]": gain}) for side, gain in (("a", 1.5), ("b", 1.2)))
+    assert main([str(a), str(b)]) == 1
+    assert "concurrency 1 on [/x]: 0.8" in capsys.readouterr().out
+
+
 def test_a_slower_machine_is_a_note_and_no_fault_of_the_head(tmp_path: Path) -> None:
     a = sweep(tmp_path / "a", {"chat": 1.5})
     b = sweep(tmp_path / "b", {"chat": 1.5}, speed=25.0, machine="another")

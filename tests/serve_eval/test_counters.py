@@ -40,6 +40,13 @@ def test_b38_a_server_without_the_counters_has_no_al() -> None:
     assert difference(plain, plain) is None
 
 
+def test_b38_counters_that_were_renamed_in_part_give_no_al_and_never_one() -> None:
+    pages = [
+        exposition(drafts, accepted).replace("num_accepted_tokens", "num_kept") for drafts, accepted in ((1, 1), (9, 9))
+    ]
+    assert difference(*map(parse_counters, pages)) is None
+
+
 def test_b38_no_drafts_in_the_window_is_not_an_al_of_one() -> None:
     same = parse_counters(exposition(100, 250))
     window = difference(same, same)
@@ -74,6 +81,8 @@ def test_windows_add_up_even_with_different_k() -> None:
 def test_what_is_no_metrics_page_is_refused() -> None:
     with pytest.raises(Refused, match="/metrics is not in Prometheus"):
         parse_counters("<html>not metrics")
+    with pytest.raises(Refused, match="/metrics is not in Prometheus"):
+        parse_counters("vllm:num_requests_running +Inf\n")
 
 
 @pytest.mark.parametrize(

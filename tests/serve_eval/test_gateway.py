@@ -25,7 +25,7 @@ import uvicorn
 from models.servers import PLAIN
 from serve_eval.bench import Leftovers, leftovers
 from serve_eval.config import BackendConfig, GatewayConfig
-from serve_eval.gateway import end_to_end, make_server, own_figures
+from serve_eval.gateway import end_to_end, make_server, own_figures, poll
 from serve_eval.policy import Level, Policy, RoutePolicy, write_policy
 from serve_eval.router import Router
 from tests.serve_eval.stub import Behaviour, Stub, running
@@ -162,9 +162,9 @@ def test_chunks_arrive_while_the_answer_is_still_being_made() -> None:
         assert times[1] - times[0] > 0.15 and times[2] - times[1] > 0.15
 
 
-@pytest.mark.parametrize("mishap", ["http500", "mute"])
+@pytest.mark.parametrize("mishap", ["http500", "mute", "hang"])
 def test_what_fails_before_the_first_byte_is_sent_once_more_elsewhere(mishap: str) -> None:
-    with pair(eagle=Behaviour(mishap={"any": mishap})) as (made, plain, eagle):
+    with pair(eagle=Behaviour(mishap={"any": mishap}), stall_s=0.5) as (made, plain, eagle):
         answer = post(made.url)
         assert (answer.status_code, "[DONE]" in answer.text) == (200, True)
         assert (len(eagle.bodies), len(plain.bodies)) == (1, 1)
@@ -300,6 +300,27 @@ def test_a_backend_that_comes_back_is_used_again() -> None:
         assert len(eagle.bodies) == 1
 
 
+def test_a_backend_that_answers_late_is_up_and_one_that_never_does_is_down() -> None:
+    router = Router(NOWHERE, [BackendConfig("http://a")], 0)
+    answers = [True, False, False, True, False, False, False, True]
+
+    def health(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health" and not answers[0]:
+            raise httpx.ReadTimeout("")
+        return httpx.Response(200 if request.url.path == "/health" else 404)
+
+    async def look() -> list[bool]:
+        seen = []
+        async with httpx.AsyncClient(transport=httpx.MockTransport(health)) as client:
+            while answers:
+                await poll(router, client, router.backends[0])
+                seen.append(router.backends[0].up)
+                del answers[0]
+        return seen
+
+    assert asyncio.run(look()) == [True, True, True, True, True, True, False, True]
+
+
 def test_acceptance_that_responses_tell_falls_below_the_threshold_and_the_route_falls_back() -> None:
     with pair(eagle=Behaviour(own_figures=True, accepted_per_draft=0, drafts=False)) as (made, plain, eagle):
         post(made.url)
@@ -392,6 +413,16 @@ def test_only_v1_is_passed_on_and_no_path_leads_out_of_it() -> None:
         assert not plain.bodies and not eagle.bodies
 
 
+def test_what_is_too_large_or_no_url_is_refused_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_eval.gateway.MAX_BODY", 10)
+    with running(Behaviour()) as (url, stub), gateway(NOWHERE, BackendConfig(url)) as made:
+        assert (post(made.url).status_code, stub.bodies) == (413, [])
+        with socket.create_connection(("127.0.0.1", int(made.url.rsplit(":", 1)[1]))) as client:
+            client.sendall(b"GET /v1/x?\xff HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 400")
+        assert made.router.backends[0].load == 0
+
+
 def test_keys_are_logged_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="serve_eval")
     caplog.set_level(logging.INFO)
@@ -423,7 +454,8 @@ def test_on_sigterm_what_is_in_ends_as_usual_and_the_process_leaves_with_zero(tm
             f"gateway.port={port}",
             f"gateway.backends=[{{url: '{url}'}}, {{url: '{eagle}', method: eagle3, k: 3}}]",
         ]
-        process = subprocess.Popen([sys.executable, "-m", "serve_eval.gateway", *overrides], cwd=ROOT)
+        command = [sys.executable, "-m", "serve_eval.gateway", *overrides]
+        process = subprocess.Popen(command, cwd=ROOT)
         try:
             wait_for(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/health"), 120)
             got: list[httpx.Response] = []
@@ -431,11 +463,16 @@ def test_on_sigterm_what_is_in_ends_as_usual_and_the_process_leaves_with_zero(tm
             thread.start()
             wait_for(lambda: stub.in_flight == 1)
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)  # an impatient supervisor
             wait_for(lambda: not answers(f"http://127.0.0.1:{port}/health"))
             assert process.poll() is None, "it waits for the stream"
             thread.join(30)
             assert "[DONE]" in got[0].text
             assert process.wait(30) == 0
+            with socket.create_server(("127.0.0.1", port)):
+                taken = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            assert taken.returncode == 2
+            assert f"cannot listen at gateway.host=127.0.0.1 gateway.port={port}" in taken.stderr
         finally:
             process.kill()
             process.wait()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
 import re
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -66,6 +71,7 @@ def test_b40_an_empty_first_delta_is_not_the_first_token(ids: bool) -> None:
         ("error event", "the engine fell over"),
         ("cut", "the stream ended before the answer did"),
         ("hang", "timeout after 1 s"),
+        ("page", "the stream ended before the answer did; it began with: <html>.*come back later"),
     ],
 )
 def test_b40_a_failing_request_fails_alone_and_with_its_reason(mishap: str, reason: str) -> None:
@@ -78,6 +84,51 @@ def test_b40_a_failing_request_fails_alone_and_with_its_reason(mishap: str, reas
     assert failed.failed is not None
     assert re.search(reason, failed.failed)
     assert failed.tokens is None
+
+
+@contextlib.contextmanager
+def bytes_server(*pieces: bytes, endless: bytes = b"") -> Iterator[str]:
+    """A server that answers anything with these pieces of a stream, one after the other, and `endless` for ever."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for piece in itertools.chain(pieces, itertools.repeat(endless) if endless else ()):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def test_a_stream_may_have_comments_any_line_ends_and_be_cut_anywhere() -> None:
+    events = [
+        {"choices": [{"text": "é", "token_ids": [1, 2], "finish_reason": None}]},
+        {"choices": [{"text": "€", "token_ids": [3], "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    said = [f"data:{json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode() for event in events]
+    stream = b": ping\r\n\r\nevent: x\r\nretry: 3\r\n" + said[0] + b":\n\n" + said[1] + said[2] + b"data: [DONE]\n\n"
+    for size in (1, 7, len(stream)):
+        with bytes_server(*(stream[start : start + size] for start in range(0, len(stream), size))) as url:
+            (outcome,) = load(url, count=1).outcomes
+        assert (outcome.failed, outcome.text, outcome.tokens, outcome.token_ids) == (None, "é€", 3, (1, 2, 3))
+
+
+def test_a_stream_that_only_pings_ends_at_its_timeout() -> None:
+    with bytes_server(endless=b": ping\n\n") as url:
+        (outcome,) = load(url, count=1, timeout_s=1).outcomes
+    assert outcome.failed == "timeout after 1 s"
 
 
 def test_nobody_listening_is_a_failure_and_no_hang() -> None:

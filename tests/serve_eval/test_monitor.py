@@ -143,3 +143,27 @@ def test_it_watches_for_so_many_readings_and_serves_them_meanwhile() -> None:
             watch(config, Console(file=io.StringIO()))
     with pytest.raises(Refused, match="monitor.servers is empty"):
         watch(MonitorConfig())
+
+
+def test_a_servers_name_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(Behaviour()) as (url, _):
+        watch(MonitorConfig({"[/x]": url}, readings=1))
+    assert "[/x]" in capsys.readouterr().out
+
+
+def test_a_server_that_vanishes_or_shows_something_else_is_told() -> None:
+    with running(Behaviour()) as (url, _), client() as http:
+        watched = Watch("chat", url)
+        watched.look(http)
+    with client() as http:  # the first one's connection outlives the stub
+        assert watched.look(http) == [Row("chat", note="no metrics (ConnectError)")]
+        url, server = page("<html>starting</html>")
+        watched.url = url
+        assert "not in Prometheus" in watched.look(http)[0].note
+        server.shutdown()
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_watched() -> None:
+    for url in ("127.0.0.1:8000", "http://[bad", "http://host:port", "ftp://host", "http://me:key@host"):
+        with pytest.raises(ValueError, match="monitor.servers: url must be"):
+            MonitorConfig({"chat": url})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,13 @@ def test_a_report_of_another_method_than_a_head_does_not_speak_of_a_head() -> No
     served |= {"speedup": {"1": 1.75, "4": 1.25}, "crossover_concurrency": None}
     said = " ".join(verdict(value | {"reference": None}))
     assert "makes without speculation" in said and "head" not in said
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a, b", "[/x]", "[red]y", ":smile:", "$\\frac$ x"])
+def test_a_routes_name_is_shown_as_it_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = json.loads(json.dumps(summary(GAIN, 2.3)).replace('"chat"', json.dumps(name)))
+    render_table(value)
+    assert name in capsys.readouterr().out
+    write_report(value, tmp_path / "report.html")
+    assert escape(name) in (tmp_path / "report.html").read_text()
+    assert "<script>alert" not in (tmp_path / "report.html").read_text()

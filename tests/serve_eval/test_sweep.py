@@ -16,6 +16,7 @@ from serve_eval.config import EvalConfig
 from serve_eval.figures import compare_outputs, crossover
 from serve_eval.methods import methods_of
 from serve_eval.prompts import Prompt
+from serve_eval.report import render_table, write_report
 from serve_eval.sweep import choose_prompts, run_sweep, window_keys
 from serve_eval.windows import Load
 from tests.serve_eval.stub import Behaviour
@@ -146,12 +147,26 @@ def test_b38_counters_that_are_reset_give_no_al_and_a_word(
     assert [warning for warning in served["warnings"] if "went backwards" in warning]
 
 
-def test_b41_a_method_that_accepts_nothing_is_warned_about(
-    sweep: Callable[..., dict[str, Any]], fake_engine: Make
+def test_b41_a_method_that_accepts_nothing_is_warned_about_and_reported_as_that(
+    sweep: Callable[..., dict[str, Any]], fake_engine: Make, tmp_path: Path
 ) -> None:
     served = sweep(fake_engine(Behaviour(accepted_per_draft=0)))
     assert all("AL is 1.00" in warning for warning in served["warnings"])
     assert len(served["warnings"]) == 4
+    summary = {"served": served, "target": "t", "head": "h", "machine": "m", "k": 4, "reference": None}
+    write_report(summary, tmp_path / "report.html")
+    render_table(summary)
+    assert {each["al"] for each in served["cells"]} == {None, 1.0}
+
+
+def test_a_server_that_dies_is_told_with_what_was_measured_kept(
+    sweep: Callable[..., dict[str, Any]], fake_engine: Make, tmp_path: Path, starts: Starts
+) -> None:
+    with pytest.raises(Refused, match="ended with exit code 7"):
+        sweep(fake_engine(Behaviour(die_after=5)))  # two of the warm-up, a window of two, and one of the next
+    assert len(lines(tmp_path)) == 1
+    sweep(fake_engine())
+    assert len(lines(tmp_path)) == 1 + 8, "another behaviour of the stub is another engine"
 
 
 def test_b41_a_method_that_never_drafts_is_warned_about_and_has_no_al(
