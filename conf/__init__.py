@@ -27,8 +27,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from conf import help
+from conf import help, mistakes
 from featurize.config import DataConfig, FeaturizeConfig, GenerateConfig, InspectConfig, SpoolConfig
 from models.artefact import read_json, write_bytes, write_json
 from models.config import DraftConfig, EngineConfig, ExportConfig, TargetConfig, masked_arguments, masked_variables
@@ -114,13 +115,15 @@ def load(overrides: list[str]) -> Run:
     Raises:
         Refused: an unknown key or group, a wrong type, or a value that a section does not accept.
     """
+    options = mistakes.all_options(Run)
     try:
         with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
-            return _resolve(hydra.compose("run", overrides))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        lines = [*str(error).splitlines(), *str(error.__cause__ or "").splitlines()]
-        told = [line.strip() for line in lines if line.strip() and not line.strip().startswith("object_type")]
-        raise Refused("configuration: " + " ".join(dict.fromkeys(told))) from None
+            config = hydra.compose("run", overrides)
+        if added := next(mistakes.unknown_options(config), None):
+            raise Refused(f"configuration: there is no option {added}{mistakes.alike(added, options)}")
+        return _resolve(config)
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise Refused(f"configuration: {mistakes.told(error, options)}") from None
 
 
 def _first_process() -> bool:
@@ -185,6 +188,17 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _arguments() -> Any:
+    """Hydra's reading of the command line; what it does not know is told in one line."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise Refused(f"{message}; options are KEY=VALUE, and --help lists them")
+
+    parser.error = refuse
+    return parser.parse_intermixed_args()  # --multirun may stand anywhere
+
+
 def stage(
     name: str,
     work: Callable[[Run], bool | None],
@@ -242,7 +256,11 @@ def stage(
                 print(f"{name}: {line}", file=sys.stderr)
             _leave(1 if line is None else 2)
 
-    arguments = get_args_parser().parse_args()
+    try:
+        arguments = _arguments()
+    except Refused as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
     if arguments.multirun:
         try:
             if sweep is None:

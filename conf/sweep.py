@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 import conf
+from conf import mistakes
 from models.errors import Refused
 
 SWEPT = ("draft", "objective", "optim", "trainer")
@@ -54,7 +55,7 @@ def expand(overrides: list[str]) -> Sweep:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
-        raise Refused(f"configuration: {error}") from None
+        raise Refused(f"configuration: {mistakes.told(error, [])}") from None
     swept = [override for override in parsed if override.is_sweep_override()]
     fixed = [text for text, override in zip(overrides, parsed, strict=True) if not override.is_sweep_override()]
     if not swept:

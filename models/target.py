@@ -157,7 +157,9 @@ class Target:
             return {name: directory / file for name, file in named.items()}
         single = directory / "model.safetensors"
         if not single.exists():
-            raise Refused(f"{directory} has neither model.safetensors nor an index of shards")
+            pickles = any(directory.glob("*.bin"))
+            hint = "; it holds pickles, which are never loaded: save it as safetensors" if pickles else ""
+            raise Refused(f"{directory} has neither model.safetensors nor an index of shards{hint}")
         with self._open(single) as handle:
             return dict.fromkeys(handle.keys(), single)
 

@@ -142,23 +142,28 @@ def _ratio_text(ratio: float | None) -> Text:
     return Text(number(ratio, 2, "x") if ratio is not None else "n/a", style=style)
 
 
+SHOWN = 5
+"""Draft positions that fit a terminal; the report has them all."""
+
+
 def _reference_table(summary: Summary) -> Table:
     reference = summary["reference"]
     how = reference.get("how") or f"greedy, k = {summary['k']}"
     table = Table(title=f"Reference decoder, {how}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("route")
     table.add_column("AL", justify="right")
-    width = max((len(each["per_position"] or ()) for each in reference["routes"].values()), default=0)
+    positions = max((len(each["per_position"] or ()) for each in reference["routes"].values()), default=0)
+    width = min(positions, SHOWN)
     for position in range(1, width + 1):
         table.add_column(f"pos {position}", justify="right")
     table.add_column("entropy", justify="right")
     table.add_column("tokens", justify="right")
     for route, each in reference["routes"].items():
-        shares = [number(share) for share in each["per_position"] or ()]
+        shares = [number(share) for share in (each["per_position"] or ())[:width]]
         rest = [*["n/a"] * (width - len(shares)), number(each.get("entropy"))]
         table.add_row(route, number(each["al"]), *shares, *rest, f"{each['tokens']:,}")
     table.add_section()
-    shares = [number(share) for share in reference["per_position"] or ()]
+    shares = [number(share) for share in (reference["per_position"] or ())[:width]]
     total = sum(each["tokens"] for each in reference["routes"].values())
     rest = [*["n/a"] * (width - len(shares)), number(reference.get("entropy"))]
     table.add_row("all", number(reference["al"]), *shares, *rest, f"{total:,}", style="bold")

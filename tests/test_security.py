@@ -63,7 +63,9 @@ def test_a_target_whose_weights_are_a_pickle_is_refused_and_never_read(
     shutil.copytree(tiny_target_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
     (target / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     run = conf.load(overrides(tmp_path / "runs", target, tiny_conversations))
-    with pytest.raises(Refused, match=r"neither model.safetensors nor an index"):
+    with pytest.raises(
+        Refused, match=r"neither model.safetensors nor an index of shards; it holds pickles, which are never loaded"
+    ):
         importlib.import_module("featurize.__main__").work(run)
     assert not (tmp_path / "exploded").exists()
     pickle.loads((target / "pytorch_model.bin").read_bytes()).close()

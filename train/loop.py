@@ -30,8 +30,9 @@ from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
 from train import ranks, resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
+from train.curves import draw_curves
 from train.feed import Feed
-from train.measure import Journal, Progress, draw_curves, peak_memory
+from train.measure import Journal, Progress, peak_memory
 from train.objective import Objective, Outcome, judge
 from train.optimizer import schedule
 from train.packs import Pack, build_pack, read_ahead
@@ -200,7 +201,8 @@ class Trainer:
             return False
         found = read_json(manifest)
         if found.get("identity") != self.identity:
-            raise Refused(f"{self.directory} was trained with other settings or data; delete it or choose another name")
+            last = self.directory / found["checkpoints"]["last"]
+            raise Refused(resume.other_settings(last, self.about["config"]))
         return all(resume.complete(self.directory / path) for path in found["checkpoints"].values())
 
     def run(self, stop: StopRequest) -> None:
@@ -270,7 +272,7 @@ class Trainer:
         self._free(total)
         if journal is not None:
             journal.close()
-            draw_curves(journal.path, self.directory / "curves.png")
+            draw_curves(journal.path, self.directory / "curves.png", progress.best_step)
             last_name, best_name = resume.name_of(total), resume.name_of(progress.best_step or total)
             if not resume.complete(self.checkpoints / best_name):
                 log.warning("the best checkpoint, %s, is gone; the last one stands for it", best_name)
@@ -311,7 +313,7 @@ class Trainer:
     def _find(self) -> Path | None:
         if self.settings.resume == "never" and resume.checkpoints(self.checkpoints):
             raise Refused(f"{self.checkpoints} has checkpoints; set trainer.resume=auto to go on, or another name=...")
-        return resume.newest(self.checkpoints, self.identity)
+        return resume.newest(self.checkpoints, self.identity, self.about["config"])
 
     def _open_journal(self, progress: resume.Progress) -> Journal | None:
         """The journal on the main process, None on the others; if it cannot be opened, all processes stop."""

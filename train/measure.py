@@ -1,4 +1,4 @@
-"""Figures of a run: JSON lines always, wandb when asked for, curves as a PNG at the end."""
+"""Figures of a run: JSON lines always, wandb when asked for; progress on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TaskID, TextColumn
 
-from models.artefact import read_json_lines, replacing, write_bytes
+from models.artefact import read_json_lines, write_bytes
 from models.errors import Refused
 from train.config import TrainerConfig
 from train.resume import Progress as ProgressState
@@ -130,43 +130,3 @@ class Journal:
     def read(path: Path) -> list[dict[str, Any]]:
         """All complete lines so far. A torn last one is left out; others that are no JSON are, with a warning."""
         return read_json_lines(path)
-
-
-def draw_curves(journal: Path, picture: Path) -> None:
-    """Loss and accuracy per unroll step, simulated AL, learning rate and gradient norm over optimizer steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = Journal.read(journal)
-    training = [line for line in lines if "loss" in line]
-    validation = [line for line in lines if "val_al" in line]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
-    for panel, key, title in (
-        (axes[0, 0], "loss_per_step", "Loss per unroll step (training)"),
-        (axes[0, 1], "accuracy", "Accuracy per unroll step (training)"),
-    ):
-        for k in range(len(training[0][key]) if training else 0):
-            known = [(line["step"], line[key][k]) for line in training if line[key][k] is not None]
-            if known:
-                panel.plot(*zip(*known, strict=True), label=f"step {k}", lw=1.2)
-        panel.set_title(title)
-        if panel.lines:
-            panel.legend(fontsize=8, ncols=2)
-    panel = axes[1, 0]
-    panel.plot([v["step"] for v in validation], [v["val_al"] for v in validation], "o-", label="greedy")
-    panel.plot([v["step"] for v in validation], [v["val_al_sampled"] for v in validation], "s--", label="sampled")
-    panel.set_title("Simulated acceptance length (validation)")
-    panel.legend(fontsize=8)
-    panel = axes[1, 1]
-    panel.plot([line["step"] for line in training], [line["grad_norm"] for line in training], lw=1, color="tab:gray")
-    panel.set_title("Gradient norm (grey), learning rate (red)")
-    twin = panel.twinx()
-    twin.plot([line["step"] for line in training], [line["lr"] for line in training], lw=1.2, color="tab:red")
-    for panel in axes.flat:
-        panel.set_xlabel("optimizer step")
-        panel.grid(alpha=0.3)
-    with replacing(picture) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
-    plt.close(figure)

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from models.artefact import read_json, replacing_directory, write_json, write_tensors
+from models.artefact import differences, read_json, replacing_directory, write_json, write_tensors
 from models.checkpoint import load_head, save_head
 from models.drafts import DraftHead
 from models.errors import Refused
@@ -152,10 +152,39 @@ def complete(directory: Path) -> bool:
     return True
 
 
-def newest(root: Path, identity: str) -> Path | None:
+DECIDING = re.compile(
+    r"(data|draft|objective|optim|target)\."
+    r"|featurize\.(backend|encoding|final_everywhere|teacher_k)$"
+    r"|trainer\.(epochs|init_from|pack_tokens|packs_per_step|precision|seed|shuffle_shards)$"
+)
+"""Options that may decide weights; the others are free to change between a checkpoint and what goes on from it."""
+
+
+def other_settings(checkpoint: Path, settings: Mapping[str, Any]) -> str:
+    """Why a checkpoint of another identity is not gone on from, with the options that were others then.
+
+    Args:
+        settings: the resolved configuration now.
+    """
+    try:
+        then = read_json(checkpoint / "state.json")["config"]
+    except (FileNotFoundError, Refused, KeyError):
+        then = {}
+    changed = differences(then, dict(settings)) if then else ()
+    told = "; ".join(f"{key} was {was}, is {now}" for key, was, now in changed if DECIDING.match(key))
+    return (
+        f"{checkpoint.parent.parent} was trained with other settings or data{f' ({told})' if told else ''}; "
+        "set them back, choose another name=..., or delete that folder"
+    )
+
+
+def newest(root: Path, identity: str, settings: Mapping[str, Any]) -> Path | None:
     """The newest complete checkpoint, by number; None when there is none at all.
 
     A torn checkpoint is passed over with a warning for the one before it.
+
+    Args:
+        identity: of the run. settings: its resolved configuration, to tell what differs.
 
     Raises:
         Refused: there are checkpoints but none is readable, or they belong to other settings or data.
@@ -168,9 +197,7 @@ def newest(root: Path, identity: str) -> Path | None:
             log.warning("checkpoint %s; trying the one before", error)
             continue
         if found.progress.identity != identity:
-            raise Refused(
-                f"{root} was trained with other settings or data; choose another name=..., or delete {root.parent}"
-            )
+            raise Refused(other_settings(directory, settings))
         return directory
     if candidates:
         raise Refused(f"no checkpoint under {root} is complete; restore one or delete {root.parent} to start again")

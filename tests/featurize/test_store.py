@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import featurize.verify
 from conf import load
 from featurize.__main__ import work
 from featurize.claims import Claims
-from featurize.store import FeatureStore, shard_key
+from featurize.store import FeatureStore, link_features, shard_key
 from featurize.verify import verify
 from models.artefact import file_sha256, write_tensors
 from models.errors import Refused
@@ -227,3 +228,34 @@ def test_verify_speaks_in_one_line_and_exits_with_2(
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("featurize.verify: no features in ")
+
+
+def test_a_link_to_features_that_are_not_there_makes_room_for_another(tmp_path):
+    (tmp_path / "a/features").mkdir(parents=True)
+    link_features(tmp_path / "run", "b")  # which may yet be extracted, or is a typing error
+    with pytest.raises(Refused, match=r"no features in .*; run `python -m featurize` for run b first"):
+        FeatureStore.open(tmp_path / "run/features")
+    for _ in range(2):
+        link_features(tmp_path / "run", "a")
+        assert (tmp_path / "run/features").resolve() == tmp_path / "a/features"
+        assert os.listdir(tmp_path / "run") == ["features"]
+
+
+def test_a_run_keeps_the_features_that_it_has(tmp_path):
+    for owner in ("a", "b"):
+        (tmp_path / owner / "features").mkdir(parents=True)
+    link_features(tmp_path / "run", "a")
+    with pytest.raises(Refused, match="is that of run a, not of features_of=b; choose another name"):
+        link_features(tmp_path / "run", "b")
+    with pytest.raises(Refused, match="is a folder of its own"):
+        link_features(tmp_path / "a", "b")
+    with pytest.raises(Refused, match="features_of=a is the run itself"):
+        link_features(tmp_path / "a", "a")
+
+
+def test_processes_that_start_at_once_share_the_link(tmp_path):
+    (tmp_path / "a/features").mkdir(parents=True)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(100):
+            list(pool.map(lambda _: link_features(tmp_path / "run", "a"), range(8)))
+            (tmp_path / "run/features").unlink()

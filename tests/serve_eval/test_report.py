@@ -114,6 +114,15 @@ def test_the_terminal_table_fits_eighty_columns_uncut() -> None:
         assert word in text
 
 
+def test_the_terminal_table_fits_eighty_columns_however_far_the_head_drafts() -> None:
+    value = summary(GAIN, 2.3)
+    value["reference"] |= {"per_position": [0.5] * 12}
+    value["reference"]["routes"]["chat"] |= {"per_position": [0.5] * 12, "tokens": 1_234_567}
+    text = terminal(value)
+    assert "…" not in text
+    assert "1,234,567" in text and "pos 5" in text
+
+
 UNKNOWN: dict[int, dict[str, float | None]] = {1: {"all": None, "chat": None, "json": None}}
 
 
@@ -246,8 +255,19 @@ def test_the_report_shows_every_method_with_its_range_and_what_else_was_measured
     ):
         assert words in html, words
     assert html.count("data:image/svg+xml;base64,") == 3 + 4 + 2 + 1
+    assert '<td class="gain">1.30x <span class="quiet">1.21..1.38' in html
     assert "None" not in re.sub(r'src="[^"]*"', "", html)
     assert not re.search(r"https?://|@import|url\(", re.sub(r'src="data:[^"]*"', "", html))
+
+
+def test_a_speedup_is_coloured_only_where_its_range_leaves_out_1(tmp_path: Path) -> None:
+    value = wide()
+    value["served"]["speedup_by_route"]["chat"] = {"1": 1.6, "4": 0.7}
+    for within, colour in (([1.1, 2.0], "gain"), ([0.5, 5.0], ""), ([0.5, 0.9], "loss")):
+        value["served"]["interval_by_route"] = {"chat": {"1": within, "4": None}}
+        write_report(value, tmp_path / "report.html")
+        html = (tmp_path / "report.html").read_text()
+        assert f'<td class="{colour}">1.60x <span class="quiet">{within[0]:.2f}..{within[1]:.2f}' in html
 
 
 def test_the_terminal_shows_every_method_and_the_open_loop() -> None:

@@ -329,8 +329,8 @@ def test_a_sweep_is_an_array_with_a_run_of_its_own_for_every_task(
 
 def commands() -> list[str]:
     """Every call of slurm.submit in the documents, and what the files of clusters say about how they are chosen."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "slurm/submit.py")]
-    called = r"^    python -m slurm\.submit ([^#\n]*)"
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/slurm.md", "slurm/submit.py")]
+    called = r"^(?:    )?python -m slurm\.submit ([^#\n]*)"
     chosen = r"^# (cluster=.*)$"
     clusters = [path.read_text() for path in sorted((ROOT / "conf/cluster").glob("*.yaml"))]
     return [match[1] for text in texts for match in re.finditer(called, text, re.MULTILINE)] + [

@@ -165,14 +165,26 @@ def test_b25_the_newest_complete_checkpoint_is_found_by_number(features, tmp_pat
         torn = folder / "step-0000011" / name
         whole_file = torn.read_bytes()
         torn.write_bytes(whole_file[: len(whole_file) // 2])
-        assert train.loop.resume.newest(folder, identity_of(folder / "step-0000010")) == folder / "step-0000010"
+        assert train.loop.resume.newest(folder, identity_of(folder / "step-0000010"), {}) == folder / "step-0000010"
         torn.write_bytes(whole_file)
     (folder / "step-0000011" / "state.json").unlink()
     (folder / "step-0000009").rename(folder / "step-9")
     (folder / "step-tmp").mkdir()
     (folder / "step-99").write_text("a file")
-    assert train.loop.resume.newest(folder, identity_of(folder / "step-0000010")) == folder / "step-0000010"
+    assert train.loop.resume.newest(folder, identity_of(folder / "step-0000010"), {}) == folder / "step-0000010"
     assert "step-0000011 is not complete" in caplog.text
+
+
+def test_a_run_of_other_settings_is_refused_with_those_that_decide_weights(features, tmp_path, monkeypatch):
+    arguments = place(features, tmp_path)
+    others = ["optim.lr=0.5", "trainer.seed=1", "trainer.keep_checkpoints=7"]
+    told = r"\(optim\.lr was 0\.001, is 0\.5; trainer\.seed was 0, is 1\); set them back"
+    train_until(monkeypatch, 2, arguments)
+    with pytest.raises(Refused, match=told):
+        train_here([*arguments, *others])
+    train_here(arguments)
+    with pytest.raises(Refused, match=told):
+        train_here([*arguments, *others])
 
 
 def test_pruning_deletes_only_what_a_run_made(tmp_path):
@@ -197,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_a_torn_one(w
 
     monkeypatch.setattr(train.loop.resume, "load_head", fail)
     with pytest.raises(PermissionError):
-        train.loop.resume.newest(whole / "checkpoints", "any")
+        train.loop.resume.newest(whole / "checkpoints", "any", {})
 
 
 def test_a_signal_before_the_first_step_is_remembered(features, tmp_path):
