@@ -161,14 +161,19 @@ def link_features(directory: Path, owner: str) -> None:
     """Give a run the features of the run `owner` beside it, by a relative link.
 
     Raises:
-        Refused: it has features of its own.
+        Refused: it has features of its own or of another run, or is that run.
     """
     features = directory / "features"
+    if owner == directory.name:
+        raise Refused(f"features_of={owner} is the run itself; leave it out, or choose another name=...")
     features.parent.mkdir(parents=True, exist_ok=True)
     if not features.is_symlink():
         if features.exists():
             raise Refused(f"{features} is a folder of its own, not that of run {owner}; choose another name=...")
         features.symlink_to(Path("..", owner, "features"), target_is_directory=True)
+    elif features.resolve() != (directory.parent / owner / "features").resolve():
+        whose = features.resolve().parent.name
+        raise Refused(f"{features} is that of run {whose}, not of features_of={owner}; choose another name=...")
 
 
 def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
@@ -313,7 +318,8 @@ def open_manifest(directory: Path) -> tuple[dict[str, Any], TokenisedSet]:
         Refused: it is missing, incomplete, or a file is missing or has the wrong size.
     """
     if not directory.is_dir():
-        raise Refused(f"no features in {directory}; run `python -m featurize` for this run first")
+        run = f"run {directory.resolve().parent.name}" if directory.is_symlink() else "this run"
+        raise Refused(f"no features in {directory}; run `python -m featurize` for {run} first")
     if not (directory / "manifest.json").is_file():
         raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
     manifest = read_json(directory / "manifest.json")
