@@ -34,15 +34,22 @@ from models.errors import Refused
 from models.target import aux_layers, describe_target
 
 
-def check_own(run: Run) -> None:
-    """Raise Refused where a run has another's features."""
+def check_wanted(run: Run) -> None:
+    """Raise Refused where a run has another's features, or its head could not be trained on its own."""
     if run.features_of is not None:
         raise Refused(f"features_of={run.features_of} names the run whose features these are; extract them as that run")
+    kept = run.featurize.final_everywhere or run.featurize.teacher_k is not None  # which has a word for it of its own
+    if run.draft.reads_final and not kept:
+        raise Refused(
+            f"draft.algorithm={run.draft.algorithm} draft.use_aux_hidden_state="
+            f"{str(run.draft.use_aux_hidden_state).lower()}: this head reads the final plane at every position; set "
+            "featurize.final_everywhere=true"
+        )
 
 
 def work(run: Run) -> bool:
     """Make the run's features, or make them as training asks for them; False when there is nothing to make."""
-    check_own(run)
+    check_wanted(run)
     streaming = run.spool.gigabytes is not None
     directory = Path(run.spool.directory) if streaming else run.directory / "features"
     target = describe_target(run.target)
@@ -134,7 +141,7 @@ def work(run: Run) -> bool:
 
 def dry_run(run: Run) -> None:
     """Tell what `work` would do."""
-    check_own(run)
+    check_wanted(run)
     tell(run.directory, run.data, run.featurize, run.spool, run.target, run.engine, run.draft)
 
 

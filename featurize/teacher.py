@@ -168,7 +168,7 @@ class Drafted:
         if kept is None:
             return {}
         target.check_logits()
-        if draft.algorithm != "eagle3" or not draft.use_aux_hidden_state:
+        if draft.reads_final:
             raise Refused(
                 f"featurize.teacher_k={kept} keeps no final plane, but heads of draft.algorithm={draft.algorithm} "
                 f"draft.use_aux_hidden_state={str(draft.use_aux_hidden_state).lower()} read it; set it to null"

@@ -104,8 +104,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _positions(values: list[float] | None) -> str:
-    return ", ".join(f"{value:.3f}" for value in values or []) or "n/a"
+def _positions(values: list[float | None] | None) -> str:
+    return ", ".join("n/a" if value is None else f"{value:.3f}" for value in values or []) or "n/a"
 
 
 def _acceptance(name: str, measured: dict[str, Any]) -> list[str]:

@@ -106,6 +106,11 @@ class DraftConfig:
                 "draft.norm_before_fc and draft.fc_norm norm what fc reads; draft.use_aux_hidden_state=false has no fc"
             )
 
+    @property
+    def reads_final(self) -> bool:
+        """Whether the head reads the target's final plane instead of aux planes."""
+        return self.algorithm != "eagle3" or not self.use_aux_hidden_state
+
 
 @dataclass
 class ExportConfig:

@@ -20,7 +20,7 @@ def main(run: Run) -> bool:
     from models.export import load_export, refresh_card, weights_file
     from models.target import describe_target
     from serve_eval.beside import read_others
-    from serve_eval.reference import Measurement, describe_draft_model, disagreements
+    from serve_eval.reference import Measurement, describe_draft_model, disagreements, head_key
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
     from serve_eval.sweep import check_possible, check_served_k, failures, run_sweep
@@ -33,9 +33,9 @@ def main(run: Run) -> bool:
         raise Refused(f"{export} was made for another target than {run.target.path} ({told}); export it again")
     prompts = load_workload(run.eval, load_renderer(target, run.target))
     weights = file_sha256(weights_file(export))
-    exported = fingerprint([weights, file_sha256(export / "config.json")])
+    exported = head_key(export, weights)
     drafter = describe_draft_model(run.eval.drafting, target)
-    others = read_others(run.directory.parent, run.eval.compare_with, prompts, run.eval.k)
+    others = read_others(run.directory.parent, target, run.eval, drafter, prompts)
     settings = asdict(run.eval)  # contents count, not where they lie
     settings |= {"prompts": None, "datasets": None, "compare_with": others}
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None

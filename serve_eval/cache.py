@@ -6,6 +6,9 @@ its ancestors and itself, and nothing else; once a path is accepted, `move` brin
 without drafts would have them. Rotary embeddings follow the position, so that they stay right. What lies behind
 a request's end is never visible and is overwritten by the next round.
 
+Linear attention keeps one state instead of keys, from which no draft can be taken back. A target with such layers
+(Qwen3-Next, Qwen3.5) reads the whole text again in each round: slower, and for chains only.
+
 Legend: B requests, Q new tokens per request, M nodes of a tree (its root included), C cache capacity, G key-value
 heads, E head size, Ev size of a value, H hidden, A aux planes, V vocabulary.
 """
@@ -18,7 +21,16 @@ from typing import Any
 
 import torch
 
+from models.errors import Refused
 from models.planes import FINAL, captured, decoder_of
+
+BY_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers, as transformers calls them, that keep keys and values and nothing else."""
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether a model with this (text) configuration has layers that cannot take back what they have read."""
+    return not BY_KEYS.issuperset(getattr(config, "layer_types", None) or ())
 
 
 def ancestry(parents_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,30 +132,81 @@ class RaggedCache:
         """Drop all requests but these."""
         self.layers = {index: (key[rows], value[rows]) for index, (key, value) in self.layers.items()}
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was read yet."""
+        return not self.layers
+
+
+class Text:
+    """In the place of keys and values the ids [B, C] themselves, for a model that reads all of them again."""
+
+    def __init__(self) -> None:
+        self.ids_BC = torch.empty(0, 0, dtype=torch.int64)
+
+    def place(self, ids_BQ: torch.Tensor, places: Places) -> torch.Tensor:
+        """Write new ids; returns all up to the last of them, behind a request's end whatever was there.
+
+        Raises:
+            Refused: they are of a tree, in which siblings stand at one position.
+        """
+        slots_BQ, extent = places.slots_BQ, int(places.slots_BQ.max()) + 1
+        apart_BQ = places.positions_BQ != slots_BQ
+        if places.root_B is not None:  # where a chain's empty places stand, behind its end
+            apart_BQ &= places.positions_BQ != places.root_B[:, None]
+        if apart_BQ.any():
+            raise Refused("a model with linear attention reads one text at a time; set eval.drafting.tree=chain")
+        held_BC = ids_BQ[:, :0] if self.empty else self.ids_BC
+        grown_BC = torch.nn.functional.pad(held_BC, (0, max(0, extent - held_BC.shape[1])))
+        self.ids_BC = grown_BC.scatter(1, slots_BQ, ids_BQ)
+        return self.ids_BC[:, :extent]
+
+    def move(self, source_BL: torch.Tensor, slots_BL: torch.Tensor) -> None:
+        """Copy the ids of some slots to others."""
+        self.ids_BC = self.ids_BC.scatter(1, slots_BL, self.ids_BC.gather(1, source_BL))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all requests but these."""
+        self.ids_BC = self.ids_BC[rows]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was read yet."""
+        return not self.ids_BC.numel()
+
 
 class CachedModel:
-    """A transformers causal language model with a ragged cache: new tokens in, logits and planes out."""
+    """A transformers causal language model with a ragged cache, or a text: new tokens in, logits and planes out."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int] = ()) -> None:
-        self.aux_layers, self.cache = tuple(aux_layers), RaggedCache()
-        self.decoder = decoder_of(model, model.config.get_text_config().num_hidden_layers)
+        config = model.config.get_text_config()
+        self.aux_layers, self.cache = tuple(aux_layers), Text() if keeps_states(config) else RaggedCache()
+        self.decoder = decoder_of(model, config.num_hidden_layers)
         self.lm_head = model.get_output_embeddings()
 
     def read(
         self, ids_BQ: torch.Tensor, places: Places, only_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, Q, V] (or [B, 1, V] at query index `only_B`) and planes [B, Q, A, H], FINAL being one of them."""
-        mask = self.cache.place(places)
         with captured(self.decoder, [layer for layer in self.aux_layers if layer != FINAL]) as planes:
-            out = self.decoder(
-                input_ids=ids_BQ,
-                position_ids=places.positions_BQ,
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-            ).last_hidden_state
-        planes[FINAL] = out
+            planes[FINAL] = self._states(ids_BQ, places)
+        rows_B1 = torch.arange(len(ids_BQ), device=ids_BQ.device)[:, None]
+        if isinstance(self.cache, Text):
+            planes = {layer: states_BCH[rows_B1, places.slots_BQ] for layer, states_BCH in planes.items()}
+        out = planes[FINAL]
         aux = torch.stack([planes[layer] for layer in self.aux_layers], 2) if self.aux_layers else out[:, :, None, :0]
         if only_B is not None:
-            out = out[torch.arange(len(only_B), device=out.device), only_B][:, None]
+            out = out[rows_B1, only_B[:, None]]
         return self.lm_head(out), aux
+
+    def _states(self, ids_BQ: torch.Tensor, places: Places) -> torch.Tensor:
+        """The final plane: of the new tokens, or of the whole text where it is read again."""
+        if isinstance(self.cache, Text):
+            return self.decoder(input_ids=self.cache.place(ids_BQ, places), use_cache=False).last_hidden_state
+        return self.decoder(
+            input_ids=ids_BQ,
+            position_ids=places.positions_BQ,
+            attention_mask=self.cache.place(places),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state

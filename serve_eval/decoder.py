@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from serve_eval.cache import CachedModel, Places
+from serve_eval.cache import CachedModel, Places, Text
 from serve_eval.drafters import Drafter
 from serve_eval.prompts import Prompt
 from serve_eval.trees import Verified
@@ -184,8 +184,9 @@ def measure_costs(
         target = CachedModel(model, make_drafter(k).aux_layers)
         _, aux = target.read(ids, Places.line(positions))
         verify_ms, draft_ms = [], []
+        behind = 0 if isinstance(target.cache, Text) else context  # else it would read the context again each time
         for width in range(1, k + 2):
-            new, at = ids[:, :width], Places.line(positions[:, :width] + context)
+            new, at = ids[:, :width], Places.line(positions[:, :width] + behind)
             verify_ms.append(timed(lambda new=new, at=at: target.read(new, at)))
         for steps in range(1, k + 1):
             drafter, round_told = make_drafter(steps), told(aux, steps + 1, context)

@@ -101,7 +101,7 @@ class ModelStepper:
     def absorb(self, verified: Verified) -> torch.Tensor:
         """See `Stepper`: reads the tokens that follow, the newest among them; at first the whole prompt."""
         ids_BQ, positions_BQ, last_B = verified.following_BQ, verified.positions_BQ + 1, verified.last_B
-        if not self.model.cache.layers:
+        if self.model.cache.empty:
             ids_BQ = torch.cat((verified.tokens_BQ[:, :1], ids_BQ), 1)
             positions_BQ, last_B = torch.cat((verified.positions_BQ[:, :1], positions_BQ), 1), last_B + 1
         self.root_B = verified.root_B

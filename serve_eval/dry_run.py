@@ -15,6 +15,7 @@ from models.target import describe_target
 from serve_eval.config import EvalConfig, MethodConfig
 from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt, by_route
+from serve_eval.reference import check_tree
 from serve_eval.servers import describe_machine, speculation
 from serve_eval.sweep import check_possible, check_served_k, choose
 from serve_eval.workloads import load_workload
@@ -36,6 +37,7 @@ def tell(run: Path, settings: EvalConfig, engine: EngineConfig, model: TargetCon
         Refused: no usable prompts, or a sweep that is not possible with them.
     """
     target = describe_target(model, weights=False)
+    check_tree(settings.drafting, target)
     prompts = load_workload(settings, load_renderer(target, model))
     routes = {route: len(group) for route, group in by_route(prompts).items()}
     export = run / "export"

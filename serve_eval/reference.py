@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from featurize.extract import choose_device
-from models.artefact import fingerprint, read_json, write_json
+from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.checkpoint import describe
 from models.config import TargetConfig
 from models.drafts import DraftHead
 from models.errors import Refused
 from models.target import Target, describe_target
 from serve_eval.acceptance import acceptance, best_k, figures, rounds_within
+from serve_eval.cache import keeps_states
 from serve_eval.config import DraftingConfig, EvalConfig
 from serve_eval.decoder import Answer, decode, measure_costs
 from serve_eval.drafters import Drafter, make_drafter, sampling_of, shape_of
@@ -77,6 +78,41 @@ def describe_draft_model(settings: DraftingConfig, target: Target) -> Target | N
     if vocabularies[0] != vocabularies[1]:
         raise Refused(f"eval.drafting.model={settings.model} has another tokenizer than {target.path}")
     return found
+
+
+def check_tree(drafting: DraftingConfig, *models: Target | None) -> None:
+    """Raise Refused where a tree is asked for of a target or draft model that reads one text at a time."""
+    for model in models:
+        if drafting.tree != "chain" and model is not None and keeps_states(model.config):
+            raise Refused(
+                f"eval.drafting.tree={drafting.tree}: {model.path} has layers, such as linear attention, that cannot "
+                "take back what they have read; set eval.drafting.tree=chain"
+            )
+
+
+def head_key(export: Path, weights: str) -> str:
+    """What was exported; `weights` is the SHA-256 of its file."""
+    return fingerprint([weights, file_sha256(export / "config.json")])
+
+
+def measured_key(
+    target: Target,
+    head: str,
+    machine: str,
+    max_new_tokens: int,
+    drafting: DraftingConfig,
+    draft_model: Target | None,
+    k: int,
+    prompts: Sequence[Prompt],
+) -> str:
+    """All that a measurement depends on.
+
+    Args:
+        head: as `head_key` tells it. machine: it is in it for the costs; all else would be the same anywhere.
+    """
+    asked = asdict(drafting) | {"model": describe(draft_model) if draft_model and drafting.model else None}
+    texts = [[prompt.id, prompt.route, list(prompt.ids)] for prompt in prompts]
+    return fingerprint([describe(target), head, max_new_tokens, machine, asked, k, texts])
 
 
 @dataclass(frozen=True)
@@ -140,23 +176,22 @@ class Measurement:
     """Everything that the reference decoder says about a head; finished parts are read from `directory`.
 
     Args:
-        weights: SHA-256 of the head's file. prompts: all evaluation prompts.
+        exported: the head's `head_key`. prompts: all evaluation prompts.
     """
 
     def __init__(
         self,
         target: Target,
         head: DraftHead,
-        weights: str,
+        exported: str,
         prompts: Sequence[Prompt],
         settings: EvalConfig,
         directory: Path,
     ) -> None:
         self.target, self.head, self.prompts, self.settings = target, head, prompts, settings
-        self.directory = directory
+        self.exported, self.directory = exported, directory
         self.draft_model = describe_draft_model(settings.drafting, target)
-        # The machine is in it for the costs; everything else would be the same anywhere.
-        self.inputs = [describe(target), weights, settings.max_new_tokens, describe_machine()]
+        check_tree(settings.drafting, target, self.draft_model)
 
     @cached_property
     def reference(self) -> Reference:
@@ -171,10 +206,8 @@ class Measurement:
         k: int,
         compute: Callable[[], dict[str, Any]],
     ) -> Any:
-        asked = asdict(drafting) | {
-            "model": describe(self.draft_model) if self.draft_model and drafting.model else None
-        }
-        key = fingerprint([*self.inputs, asked, k, [[p.id, p.route, list(p.ids)] for p in prompts]])
+        most, machine = self.settings.max_new_tokens, describe_machine()
+        key = measured_key(self.target, self.exported, machine, most, drafting, self.draft_model, k, prompts)
         path = self.directory / name
         found = read_json(path) if path.exists() else {}
         if found.get("key") == key:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import conf
 import featurize.__main__ as featurize_stage
 import serve_eval.__main__ as serve_eval_stage
+from models.checkpoint import describe
 from models.errors import Refused
 from models.export import export_head, find_checkpoint
 from models.target import describe_target
@@ -42,6 +45,17 @@ def test_acceptance_of_both_heads_by_route_is_in_one_table(
     second.append("eval.compare_with=[first]")
     with pytest.raises(Refused, match="features_of=first names the run whose features these are"):
         featurize_stage.work(conf.load(second))
+    with pytest.raises(
+        Refused, match=r"no features in .*second/features; run `python -m featurize` for run first first"
+    ):
+        train_here(second)
+    with pytest.raises(Refused, match="second/features is that of run first, not of features_of=third; choose another"):
+        train_here([*second, "features_of=third"])
+    with pytest.raises(Refused, match="features_of=second is the run itself"):
+        train_here([*second, "features_of=second"])
+    for draft in ("algorithm=mtp", "algorithm=mtp_native", "use_aux_hidden_state=false"):
+        with pytest.raises(Refused, match=r"at every position; set featurize\.final_everywhere=true"):
+            featurize_stage.work(conf.load([*first, "featurize.final_everywhere=false", f"draft.{draft}"]))
     featurize_stage.work(conf.load(first))
     for arguments in (first, second):
         assert train_here(arguments) is True
@@ -63,5 +77,18 @@ def test_acceptance_of_both_heads_by_route_is_in_one_table(
     lossless = summaries[1]["lossless"]["reference"]
     assert lossless["identical"] == lossless["prompts"]
     assert serve_eval_stage.main(conf.load(second)) is False
-    with pytest.raises(Refused, match=r"on other prompts or with another eval\.k"):
-        serve_eval_stage.main(conf.load([*second, "eval.k=3"]))
+    other_prompts, other_target = tmp_path / "prompts.jsonl", tmp_path / "target"
+    other_prompts.write_text(tiny_prompts.read_text().replace('"content": "', '"content": "one more word: '))
+    shutil.copytree(tiny_target_dir, other_target)
+    tensors = load_file(other_target / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, other_target / "model.safetensors", {"format": "pt"})
+    for change in ("k=3", "max_new_tokens=8", "drafting.temperature=1.0", f"prompts=[{other_prompts}]"):
+        with pytest.raises(Refused, match="run first was evaluated with another target, on other prompts, with ano"):
+            serve_eval_stage.main(conf.load([*second, f"eval.{change}"]))
+    over_another = conf.load([*second, f"target.path={other_target}"])
+    record = tmp_path / "second/export/export.json"
+    made_for = describe(describe_target(over_another.target))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"target": made_for}))
+    with pytest.raises(Refused, match="run first was evaluated with another target"):
+        serve_eval_stage.main(over_another)

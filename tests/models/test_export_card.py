@@ -44,7 +44,12 @@ def run(make_target, tmp_path):
     write_json(directory / "train/manifest.json", {"steps": 20, "coverage": 0.98, "data": data, "checkpoints": best})
     lines = [
         {"step": 12, "loss": 1.0},
-        {"step": 12, "val_al": 2.25, "val_al_sampled": 2.0, "val_accuracy": [0.5, 0.25]},
+        {
+            "step": 12,
+            "val_al": 2.25,
+            "val_al_sampled": 2.0,
+            "val_accuracy": [0.5, 0.25, None],
+        },  # none held out is as long
         {"step": 20, "val_al": 9.99, "val_accuracy": [0.9]},
     ]
     (directory / "train/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -109,7 +114,7 @@ def test_the_card_tells_target_data_training_license_and_versions(run):
 def test_the_card_has_the_evaluations_acceptance_by_route_when_it_measured_these_weights(run):
     assert "Not evaluated yet" in card(
         run
-    ) and "AL 2.250 greedy, 2.000 sampled; accuracy by position 0.500, 0.250" in card(run)
+    ) and "AL 2.250 greedy, 2.000 sampled; accuracy by position 0.500, 0.250, n/a" in card(run)
     evaluation(run, file_sha256(run / "export/model.safetensors"))
     text = card(run)
     assert "| all | 2.875 | 0.800, 0.600 | 100 |" in text and "| code | 3.125 | 0.900, 0.700 | 70 |" in text

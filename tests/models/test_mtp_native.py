@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint import save_head
@@ -19,7 +20,7 @@ from models.config import DraftConfig
 from models.errors import Refused
 from models.mtp import MtpConfig
 from models.native import load_native, write_native
-from tests.models.mtp_targets import FAMILIES, described, save_native
+from tests.models.mtp_targets import FAMILIES, described, save_native, save_plain
 from tests.models.mtp_targets import native_names as names_of
 
 
@@ -62,6 +63,9 @@ def test_a_zero_step_fine_tune_writes_the_target_that_it_read(family, sharded, t
     assert written.keys() == whole.keys()
     for name, tensor in whole.items():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    for path in out[0].glob("*.safetensors"):
+        with safe_open(path, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}, "some readers refuse a shard that does not say so"
     assert load_file(out[0] / "model-mtp.safetensors").keys() == set(names_of(family))
     assert hashes(out[0])["config.json"] == before["config.json"]
     assert not (out[0] / "model.safetensors").exists()
@@ -245,16 +249,27 @@ def test_a_repeated_embedding_or_head_must_be_the_targets(name, tmp_path):
         load(source)
 
 
-def test_several_modules_no_module_and_unknown_types_are_refused(tmp_path):
-    two = described(save_native("glm4_moe", tmp_path / "two", num_nextn_predict_layers=2))
-    with pytest.raises(Refused, match="num_nextn_predict_layers=2"):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_modules_are_refused_by_the_key_that_counts_them(family, tmp_path):
+    key = "mtp_num_hidden_layers" if family == "qwen3_5" else "num_nextn_predict_layers"
+    changes: dict[str, Any] = {key: 2}
+    two = described(save_native(family, tmp_path, **changes))
+    with pytest.raises(Refused, match=f"has {key}=2; only one module is supported"):
         MtpConfig.for_target(two, DraftConfig(), native=True)
-    tensors = load_file(tmp_path / "two" / "model.safetensors")
-    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.2.")}
-    save_file(plain, tmp_path / "two" / "model.safetensors", {"format": "pt"})
-    none = described(tmp_path / "two")
+
+
+def test_a_target_without_a_module_is_refused(tmp_path):
+    none = described(save_plain("glm4_moe", tmp_path))
     with pytest.raises(Refused, match="glm4_moe.* holds no MTP module"):
         MtpConfig.for_target(none, DraftConfig(), native=True)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_depends_on_how_long_the_text_is_is_refused(kind, tmp_path):
+    target = described(save_native("qwen3_5", tmp_path))
+    target.config.rope_parameters["rope_type"] = kind
+    with pytest.raises(Refused, match=f"rope of type {kind}, which is not supported"):
+        MtpConfig.for_target(target, DraftConfig(), native=True)
 
 
 def test_values_that_the_dtype_cannot_hold_are_not_written(tmp_path):

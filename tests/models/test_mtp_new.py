@@ -84,6 +84,13 @@ def test_the_text_part_of_a_vision_language_model_is_refused_since_vllm_reads_th
         MtpConfig.for_target(described(tmp_path / "target"), DraftConfig())
 
 
+def test_a_quantised_target_is_refused(tmp_path):
+    target = dense(tmp_path)
+    target.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(Refused, match="it is quantised, and vLLM would take the MTP block for quantised too"):
+        MtpConfig.for_target(target, DraftConfig())
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mimo"])
 def test_targets_that_are_not_dense_are_refused(family, tmp_path):
     target = described(save_plain(family, tmp_path / "target"))

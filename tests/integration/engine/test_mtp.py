@@ -1,8 +1,10 @@
 """MTP heads in a real vLLM: over any dense target (route A), and the EAGLE-3 layout without fc (route B).
 
-Of the families with a module of their own the CPU build serves none that could be tried here: Qwen3-Next and Qwen3.5
-need kernels for linear attention (Triton), DeepSeek-V3 latent attention, GLM-4-MoE its fused experts. MiMo's own
-target class hands its module the state before the final norm (vLLM alone does), so its module is tried over Llama.
+Families with a module of their own are not served here yet. vLLM 0.32's CPU build is no reason, going by its sources:
+it has linear attention that takes back drafts (Qwen3-Next, Qwen3.5: `_cpu_gdn_attention_spec_aware`), experts
+(GLM-4-MoE: `CPUUnquantizedExperts`), and latent attention (DeepSeek-V3: `CPU_MLA`, of 512 + 64 dimensions only). What
+their classes compute is written down in tests/models/mtp_targets.py. MiMo's own target class hands its module the state
+before the final norm (vLLM alone does), so its module is tried over Llama.
 """
 
 from __future__ import annotations
