@@ -28,7 +28,7 @@ from models.mtp import MtpConfig
 from models.native import load_native
 from models.target import Target
 from models.vocabulary import choose_draft_vocabulary
-from train import ranks, resume
+from train import launch, ranks, resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.curves import draw_curves
 from train.feed import Feed
@@ -96,7 +96,7 @@ class Trainer:
         self.target, self.tied_to = target, describe(target)
         self.about = {"features": store.contract.to_json(), "config": resolved}
         self.window = Window()
-        self.accelerator = ranks.start(trainer, optim)
+        self.accelerator = launch.start(trainer, optim)
         self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
         self.training, self.validation = divide(store.documents, validation_share)
         self.stock = Stock.take(store, self.corpus, self.training, self.validation)
@@ -176,10 +176,10 @@ class Trainer:
             log.info("fitting the start values on up to %d rows", rows_wanted(self.head.config))
         elif self.accelerator.is_main_process:
             log.info("start values are not fitted: that takes final planes, which featurize.teacher_k does without")
-        ranks.first(self.accelerator, lambda: initialise(self.head, self.target, sample_planes(store, documents)))
+        launch.first(self.accelerator, lambda: initialise(self.head, self.target, sample_planes(store, documents)))
         self.objective.to(self.accelerator.device)
         if with_planes:
-            ranks.first(self.accelerator, lambda: fit_start(self.objective, packs))
+            launch.first(self.accelerator, lambda: fit_start(self.objective, packs))
         if self.accelerator.num_processes > 1:
             for parameter in self.head.parameters():
                 torch.distributed.broadcast(parameter.data, 0)
@@ -190,7 +190,7 @@ class Trainer:
         Raises:
             Refused: it has, but with other settings or data.
         """
-        done = ranks.first(self.accelerator, self._finished)
+        done = launch.first(self.accelerator, self._finished)
         if done:
             self.accelerator.end_training()
         return done
@@ -216,7 +216,7 @@ class Trainer:
         try:
             self._run(stop)
         except RuntimeError as error:
-            if self.accelerator.num_processes > 1 and ranks.lost_peer(error):
+            if self.accelerator.num_processes > 1 and launch.lost_peer(error):
                 told = str(error).splitlines()[0]
                 raise Refused(f"another process of this job is gone ({told}); start the job again to go on") from None
             raise
@@ -291,11 +291,11 @@ class Trainer:
 
     def _start(self, stop: StopRequest) -> resume.Progress:
         """Load the newest checkpoint, if there is one, and share the head among the processes."""
-        found = ranks.first(self.accelerator, self._find)
+        found = launch.first(self.accelerator, self._find)
         saved = resume.read(found) if found is not None else None
         if self.feed is not None:
             done, feed = saved.progress.step if saved is not None else 0, self.feed
-            ranks.first(self.accelerator, lambda: feed.ask(done))
+            launch.first(self.accelerator, lambda: feed.ask(done))
             leave, trouble = self._agree(stop, self._features(done, stop) if done < len(self.plan) else None)
             if leave:
                 self._leave(trouble)
@@ -319,7 +319,7 @@ class Trainer:
         """The journal on the main process, None on the others; if it cannot be opened, all processes stop."""
         opened: list[Journal] = []
         path = self.directory / "metrics.jsonl"
-        ranks.first(self.accelerator, lambda: opened.append(Journal(path, self.settings, self.name, progress)))
+        launch.first(self.accelerator, lambda: opened.append(Journal(path, self.settings, self.name, progress)))
         return opened[0] if opened else None
 
     def _features(self, step: int, stop: StopRequest) -> str | None:
@@ -467,4 +467,4 @@ class Trainer:
             resume.save(self.checkpoints, checkpoint, self.head, self.tied_to, self.about)
             resume.prune(self.checkpoints, self.settings.keep_checkpoints, progress)
 
-        ranks.first(self.accelerator, write)
+        launch.first(self.accelerator, write)

@@ -128,9 +128,9 @@ def render_table(base: Path) -> None:
     """
     if not (runs := ranking(base)):
         raise Refused(f"{base} has no sweep; python -m train --multirun begins one")
-    table = Table(title=f"sweep of {base.name}: best simulated AL on held-out rows", title_justify="left")
+    table = Table(title=f"sweep of {base.name}", title_justify="left")
     table.add_column("run", overflow="fold")
-    for column in ("AL", "at step"):
+    for column in ("best simulated AL", "at step"):
         table.add_column(column, justify="right")
     table.add_column("state")
     for name, found in runs:

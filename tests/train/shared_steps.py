@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from models.errors import Refused
 from tests.train.test_objective import make_objective, random_head, random_pack
-from train import ranks, resume
+from train import launch, ranks, resume
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import schedule
 from train.packs import Pack, row_count
@@ -74,7 +74,7 @@ def start(strategy: str, optim: OptimConfig, seed: int, saved: resume.Checkpoint
     AcceleratorState._reset_state(True)
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
         os.environ.pop(name, None)
-    accelerator = ranks.start(TrainerConfig(strategy=strategy), optim)
+    accelerator = launch.start(TrainerConfig(strategy=strategy), optim)
     return ranks.share(accelerator, strategy, objective_of(seed), optim, saved)
 
 
@@ -124,7 +124,7 @@ def fail(shared: ranks.Ranks) -> int:
         raise Refused("no space")
 
     try:
-        ranks.first(shared.accelerator, work)
+        launch.first(shared.accelerator, work)
     except Refused:
         return 1
     except SystemExit as left:

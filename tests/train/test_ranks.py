@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from models.errors import Refused
 from tests.train import runs, shared_steps
-from train import ranks
+from train import launch
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import Average
 
@@ -136,11 +136,11 @@ def test_a_launch_that_contradicts_the_settings_is_refused_in_one_line(monkeypat
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match=told) as refused:
-        ranks.start(TrainerConfig(**settings), OptimConfig())
+        launch.start(TrainerConfig(**settings), OptimConfig())
     assert "\n" not in str(refused.value)
 
 
 def test_muon_with_sharded_matrices_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refused, match=r"optim.muon_lr=0.01 .* trainer.strategy=fsdp2"):
-        ranks.start(TrainerConfig(strategy="fsdp2"), OptimConfig(muon_lr=0.01))
+        launch.start(TrainerConfig(strategy="fsdp2"), OptimConfig(muon_lr=0.01))
