@@ -48,6 +48,7 @@ class Run:
         root: folder of all runs.
         cache: folder of prepared targets.
         features_of: another run under `root` whose features this one trains on, instead of extracting its own.
+        engines: by name, what the served sweep is measured on in place of `engine`, in parts (serve_eval/parts.py).
         dry_run: a stage, or `python -m slurm.submit`, shows what it would do, sizes included, and does nothing.
     """
 
@@ -68,6 +69,7 @@ class Run:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    engines: dict[str, EngineConfig] = field(default_factory=dict)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -134,17 +136,19 @@ def resolved(run: Run) -> dict[str, Any]:
     """The whole configuration as plain values, to be kept with an output; what looks like a credential is masked."""
     values = OmegaConf.to_container(OmegaConf.structured(run), resolve=True)
     assert isinstance(values, dict)
-    engine = values["engine"]
-    engine["environment"] = masked_variables(engine["environment"])
-    engine["arguments"] = masked_arguments(engine["arguments"])
+    for engine in (values["engine"], *values["engines"].values()):
+        engine["environment"] = masked_variables(engine["environment"])
+        engine["arguments"] = masked_arguments(engine["arguments"])
     values["cluster"]["environment"] = masked_variables(values["cluster"]["environment"])
     return {str(key): value for key, value in values.items()}
 
 
 def _save(run: Run, stage: str) -> None:
     """Keep the resolved configuration with the run."""
-    text = OmegaConf.to_yaml(OmegaConf.create(resolved(run)))
-    write_bytes(run.directory / "config" / f"{stage}.yaml", text.encode())
+    text = OmegaConf.to_yaml(OmegaConf.create(resolved(run))).encode()
+    path = run.directory / "config" / f"{stage}.yaml"
+    if not path.exists() or path.read_bytes() != text:
+        write_bytes(path, text)
 
 
 def _record_seconds(run: Run, stage: str, seconds: float) -> None:
@@ -165,7 +169,7 @@ def _describe(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _only_one(run: Run, stage: str) -> Iterator[None]:
+def only_one(run: Run, stage: str) -> Iterator[None]:
     """Hold the stage's lock (first process of a job only), so that two launches cannot mix their files."""
     if not _first_process():
         yield
@@ -229,12 +233,12 @@ def stage(
                 dry_run(run)
             return
         started = time.monotonic()
-        with contextlib.nullcontext() if shared else _only_one(run, name):
+        with contextlib.nullcontext() if shared else only_one(run, name):
             worked = work(run)
             if worked is None or not _first_process():
                 return
+            _save(run, name)  # of what is complete, too: it is so for this configuration
             if worked:
-                _save(run, name)
                 _record_seconds(run, name, time.monotonic() - started)
                 print(f"{name}: done in {time.monotonic() - started:.0f} s")
             else:

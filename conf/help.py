@@ -63,6 +63,13 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
         ("eval", "engine", "target"),
         ("experiment=demo", "experiment=demo engine=none eval.k=6"),
     ),
+    "serve_eval.apart": (
+        ("eval", "target"),
+        (
+            "experiment=demo +engine@engines.a=vllm-cpu eval.served_k=3 eval.part=a-head",
+            "experiment=demo +engine@engines.a=vllm 'eval.methods=[{method: ngram, k: 4}]' eval.part=a-ngram-k4",
+        ),
+    ),
     "serve_eval.compare": ((), ("runs/a/eval runs/b/eval", "runs/a runs/b")),
     "serve_eval.policy": ((), ("experiment=demo", "name=mine target=qwen3-8b")),
     "serve_eval.gateway": (

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from typing import Any
 
-from conf import Run, stage
+from conf import Run, resolved, stage
 
 
 def main(run: Run) -> bool:
-    """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal."""
-    from featurize.tokenised import load_renderer
-    from models.artefact import file_sha256, fingerprint, read_json, write_json
+    """Measure in process, then on a server; leave summary.json, report.html and a table on the terminal.
+
+    Of a run with several engines the servers are measured already, each in a part of its own, and are joined here.
+    """
+    from models.artefact import fingerprint, read_json, write_json
     from models.card import method_of_head
-    from models.checkpoint import describe, differing_target
+    from models.checkpoint import describe
     from models.drafts import kind
-    from models.errors import Refused
-    from models.export import load_export, refresh_card, weights_file
-    from models.target import describe_target
+    from models.export import refresh_card
     from serve_eval.beside import read_others
-    from serve_eval.reference import Measurement, describe_draft_model, disagreements, head_key
+    from serve_eval.joined import join, read_parts
+    from serve_eval.parts import parts_of
+    from serve_eval.reference import Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
-    from serve_eval.sweep import check_possible, check_served_k, failures, run_sweep
-    from serve_eval.workloads import load_workload
+    from serve_eval.subject import read_subject
+    from serve_eval.sweep import check_possible, check_served_k, failures, in_server, lossless_in, run_sweep
 
-    target = describe_target(run.target)
-    export, directory = run.directory / "export", run.directory / "eval"
-    head, made_for = load_export(export)
-    if told := differing_target(made_for, describe(target)):
-        raise Refused(f"{export} was made for another target than {run.target.path} ({told}); export it again")
-    prompts = load_workload(run.eval, load_renderer(target, run.target))
-    weights = file_sha256(weights_file(export))
-    exported = head_key(export, weights)
+    directory = run.directory / "eval"
+    subject = read_subject(run.directory / "export", run.eval, run.target)
+    target, head, prompts = subject.target, subject.head, subject.prompts
     drafter = describe_draft_model(run.eval.drafting, target)
     others = read_others(run.directory.parent, target, run.eval, drafter, prompts)
+    parts = read_parts(directory, parts_of(resolved(run)), subject.weights)
     settings = asdict(run.eval)  # contents count, not where they lie
     settings |= {"prompts": None, "datasets": None, "compare_with": others}
     settings["drafting"]["model"] = describe(drafter) if drafter is not None else None
-    asked = [settings, asdict(run.engine) | {"python": None}, describe_machine()]
-    key = fingerprint([describe(target), exported, [[p.id, p.route, list(p.ids)] for p in prompts], asked])
+    del settings["part"]
+    engine = parts or asdict(run.engine) | {"python": None}
+    key = fingerprint([*subject.identity, [settings, engine, describe_machine()]])
     path = directory / "summary.json"
     found = read_json(path) if path.exists() else {}
     if isinstance(found, dict) and found.get("key") == key and not failures(found):
@@ -48,22 +47,28 @@ def main(run: Run) -> bool:
             write_report(found, directory / "report.html")
         render_table(found)
         return False
-    sweep = replace(run.eval, max_new_tokens=run.eval.served_new_tokens or run.eval.max_new_tokens)
-    if run.engine.kind != "none":
+    sweep = in_server(run.eval)
+    if not parts and run.engine.kind != "none":
         check_served_k(run.eval)
-        check_possible(run.engine, sweep, prompts, export)
+        check_possible(run.engine, sweep, prompts, subject.export)
 
-    measurement = Measurement(target, head, exported, prompts, run.eval, directory)
+    measurement = Measurement(target, head, subject.exported, prompts, run.eval, directory)
     measured = measurement.run()
-    k = run.eval.served_k or measured["best_k"]
+
+    def agree(served: dict[str, Any]) -> None:
+        """Hold a server's AL to the reference decoder's, which answers greedily and to the natural stop."""
+        alike = method_of_head(served) is not None and not sweep.sampling and not sweep.ignore_eos
+        served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
+        served["warnings"] += disagreements(served["agreement"])
+
     summary: dict[str, Any] = {
         "key": key,
         "date": date.today().isoformat(),
         "target": run.target.path,
-        "head": str(export),
+        "head": str(subject.export),
         "kind": kind(head.config),
         "native": head.config.native,
-        "weights": weights,
+        "weights": subject.weights,
         "machine": describe_machine(),
         "k": run.eval.k,
         "reference": measured["reference"],
@@ -73,23 +78,23 @@ def main(run: Run) -> bool:
         "served": None,
         "lossless": {"reference": measured["lossless"]},
     }
-    if run.engine.kind != "none":
+    if parts:
+        for part in parts.values():
+            agree(part["served"])
+        joined = join(parts)
+        summary |= joined | {"lossless": summary["lossless"] | joined["lossless"]}
+    elif run.engine.kind != "none":
         served = run_sweep(
             engine=run.engine,
             settings=sweep,
             target_path=target.path,
-            head=export,
-            k=k,
+            head=subject.export,
+            k=run.eval.served_k or measured["best_k"],
             prompts=prompts,
             directory=directory,
         )
-        # The reference decoder answers greedily and to the natural stop; only the head's AL is to be held to its.
-        alike = method_of_head(served) is not None and not sweep.sampling and not sweep.ignore_eos
-        served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
-        served["warnings"] += disagreements(served["agreement"])
-        told = served.pop("lossless")
-        where = f"{run.engine.kind}_{'fp32' if run.engine.dtype == 'float32' else run.engine.dtype}"
-        summary["lossless"][where] = told if told["prompts"] else None  # samples are not compared token by token
+        agree(served)
+        summary["lossless"] |= lossless_in(run.engine, served)
         summary["served"] = served
     write_json(path, summary)
     write_report(summary, directory / "report.html")
@@ -102,8 +107,11 @@ def main(run: Run) -> bool:
 def dry_run(run: Run) -> None:
     """Tell what `main` would do."""
     from serve_eval.dry_run import tell
+    from serve_eval.parts import parts_of
 
-    tell(run.directory, run.eval, run.engine, run.target, run.draft)
+    parts = parts_of(resolved(run)).values()
+    sweeps = [(run.engines[part.engine], part.settings(run.eval), part.name) for part in parts]
+    tell(run.directory, run.eval, sweeps or [(run.engine, run.eval, "")], run.target, run.draft)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from models.errors import Refused
 from serve_eval.figures import figures, grouped
 from serve_eval.intervals import CONFIDENCE, ENOUGH_REPEATS, by_repeat, speeds, t_quantile
 from serve_eval.methods import PLAIN
-from serve_eval.policy import read_records
+from serve_eval.policy import read_records, windows_of
 from serve_eval.windows import POOLED, Load, Place, Record, acceptance_of, place_of
 
 Cell = tuple[str, Load, str]
@@ -148,7 +148,7 @@ def read_sweep(path: Path) -> Sweep:
         for cell in cells
     }
     windows: dict[Place, Record] = {}
-    for record in read_records(folder / "cells.jsonl"):
+    for record in read_records(windows_of(folder, summary)):
         place = place_of(record)
         if round(record["seconds"], 6) in durations.get(place[:3], ()):
             windows[place] = {"input_length": None} | record

@@ -126,6 +126,8 @@ class MethodConfig:
 
 SERVED = ("none", "eagle3", "mtp", "draft_model", "ngram", "suffix")
 """Methods that a server can be started with."""
+METHODS = {"vllm": SERVED, "sglang": ("none", "eagle3", "mtp", "draft_model", "ngram")}
+"""Those that each engine can be started with here."""
 
 
 def check_url(url: str, key: str) -> None:
@@ -183,6 +185,7 @@ class EvalConfig:
         seed: of arrivals and samples.
         price_per_hour: of the machine; gives the cost of a million tokens.
         device: device of the reference decoder.
+        part: with several engines, the one that `python -m serve_eval.apart` measures.
         compare_with: other runs, evaluated on the same prompts with the same k, whose acceptance is shown beside.
     """
 
@@ -209,6 +212,7 @@ class EvalConfig:
     seed: int = 0
     price_per_hour: float | None = None
     device: str = "auto"
+    part: str | None = None
     compare_with: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from featurize.tokenised import load_renderer
@@ -17,20 +16,27 @@ from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt, by_route
 from serve_eval.reference import check_tree
 from serve_eval.servers import describe_machine, speculation
-from serve_eval.sweep import check_possible, check_served_k, choose
+from serve_eval.sweep import check_possible, check_served_k, choose, in_server
 from serve_eval.workloads import load_workload
 
 PORT = 8000
 """In the place of the port that is found when a server starts."""
 
 
-def tell(run: Path, settings: EvalConfig, engine: EngineConfig, model: TargetConfig, draft: DraftConfig) -> None:
+def tell(
+    run: Path,
+    settings: EvalConfig,
+    sweeps: Sequence[tuple[EngineConfig, EvalConfig, str]],
+    model: TargetConfig,
+    draft: DraftConfig,
+) -> None:
     """Print prompts, the reference decoder's work, the grid of the sweep, and the servers' commands.
 
     Common sets and the target's tokenizer are read, so what lies on the hub only is fetched.
 
     Args:
         run: the run's folder.
+        sweeps: engine, settings and, where it is one of several, name of each part that is served.
         draft: says what the head will be, where it is not exported yet.
 
     Raises:
@@ -51,18 +57,23 @@ def tell(run: Path, settings: EvalConfig, engine: EngineConfig, model: TargetCon
     )
     if settings.compare_with:
         print(f"beside it: {', '.join(settings.compare_with)}, which must be evaluated before")
-    if engine.kind != "none":
-        check_served_k(settings)
-        sweep = replace(settings, max_new_tokens=settings.served_new_tokens or settings.max_new_tokens)
-        of_head = None if exported else "eagle3" if draft.algorithm == "eagle3" else "mtp"
+    of_head = None if exported else "eagle3" if draft.algorithm == "eagle3" else "mtp"
+    inside = holds_target(export) if exported else draft.algorithm == "mtp_native"
+    for engine, asked, part in sweeps:
+        if engine.kind == "none":
+            continue
+        if part:
+            print(f"part {part}:")
+        else:
+            check_served_k(asked)
+        sweep = in_server(asked)
         check_possible(engine, sweep, prompts, export, of_head)
         methods = methods_of(sweep, export, sweep.served_k or sweep.k, of_head)
         _tell_grid(sweep, methods, prompts)
-        inside = holds_target(export) if exported else draft.algorithm == "mtp_native"
         for method in methods:
             print(f"server {method.name}: {_server(engine, target.path, method, export if inside else None)}")
-        if settings.served_k is None and any(each.k is None for each in settings.methods or [MethodConfig()]):
-            print(f"k of methods that name none: what the reference decoder finds best, {settings.k} in these lines")
+        if asked.served_k is None and any(each.k is None for each in asked.methods or [MethodConfig()]):
+            print(f"k of methods that name none: what the reference decoder finds best, {asked.k} in these lines")
     print(f"machine: {describe_machine()}")
     print(f"writes: {run / 'eval'}")
 

@@ -26,8 +26,9 @@ from yaml import YAMLError
 
 from models.artefact import read_json, write_bytes
 from models.errors import Refused
+from serve_eval.config import METHODS
 from serve_eval.intervals import CONFIDENCE, interval_from, paired_interval
-from serve_eval.servers import METHODS, speculation
+from serve_eval.servers import speculation
 
 POOLED = "all"
 """The route that stands for all traffic, and for requests whose label the policy does not know."""
@@ -263,6 +264,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise Refused(f"{path} holds a line that is no JSON; delete the file and measure again") from None
 
 
+def windows_of(directory: Path, summary: Mapping[str, Any]) -> Path:
+    """The file with the windows of an evaluation's served section, which may lie in one of its parts."""
+    return directory / summary.get("cells", "cells.jsonl")
+
+
 def show(policy: Policy) -> str:
     """The policy as lines for a terminal: a row per route and level."""
     told = []
@@ -283,7 +289,8 @@ if __name__ == "__main__":
         directory = run.directory / "eval"
         if not (directory / "summary.json").exists():
             raise Refused(f"no {directory / 'summary.json'}; run `python -m serve_eval` first")
-        policy = make_policy(read_json(directory / "summary.json"), read_records(directory / "cells.jsonl"))
+        summary = read_json(directory / "summary.json")
+        policy = make_policy(summary, read_records(windows_of(directory, summary)))
         write_policy(policy, directory / "policy.yaml")
         print(f"{show(policy)}\npolicy: {directory / 'policy.yaml'}")
 

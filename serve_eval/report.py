@@ -99,7 +99,17 @@ def verdict(summary: Summary) -> list[str]:
         told.append(
             f"A gain was measured only at concurrency {_listed(at)}, above a loss: take it for noise until repeated."
         )
-    return told + _choices(served, lowest)
+    return told + _choices(served, lowest) + _in_parts(summary)
+
+
+def _in_parts(summary: Summary) -> list[str]:
+    """Which part these figures are of, where there are several."""
+    if not summary.get("parts"):
+        return []
+    return [
+        f"What is said of the server is of {summary['part']}; the table of parts has every engine and method, each "
+        "held to the server alone on its own machine."
+    ]
 
 
 def _choices(served: Summary, lowest: int) -> list[str]:
@@ -227,6 +237,29 @@ def _served_table(summary: Summary) -> Table:
     return table
 
 
+def _parts_table(summary: Summary) -> Table:
+    table = Table(title="Engines and methods", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("part", "k", "clients", "alone", "tokens/s", "speedup", "range", "AL", "failed"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    before = None
+    for row in summary["parts"]:
+        within = row["interval"]
+        table.add_row(
+            row["part"] if row["part"] != before else "",
+            str(row["k"]) if row["part"] != before else "",
+            str(row["concurrency"]),
+            number(row["alone_tokens_per_s"], 1),
+            number(row["tokens_per_s"], 1),
+            _ratio_text(row["speedup"]),
+            f"{number(within[0])}..{number(within[1])}" if within else "n/a",
+            number(row["al"]),
+            Text(str(row["failed"]), style="red" if row["failed"] else ""),
+        )
+        before = row["part"]
+    table.caption = "all routes pooled; each part's server alone was measured beside it, on its machine"
+    return table
+
+
 def _route_table(served: Summary) -> Table:
     concurrencies = measured_concurrencies(served)
     table = Table(title="Speedup by route", title_justify="left", box=box.SIMPLE_HEAD)
@@ -262,6 +295,8 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
         parts += [_served_table(summary), _route_table(summary["served"])]
         if summary["served"].get("open_loop"):
             parts.append(_open_loop_table(summary["served"]))
+    if summary.get("parts"):
+        parts.append(_parts_table(summary))
     for name, identical, prompts in _lossless(summary):
         style = "green" if identical == prompts else "red"
         parts.append(Text(f"identical to the target alone ({name}): {identical} of {prompts} prompts", style=style))
@@ -297,6 +332,7 @@ def write_report(summary: Summary, path: Path) -> None:
         compared=rows(summary) if summary.get("compared") else None,
         drafts_with_head=served is not None and method_of_head(served) is not None,
         served=served,
+        parts=summary.get("parts") or [],
         title=_name(summary["target"]),
         date=summary.get("date") or date.today().isoformat(),
         verdict=verdict(summary),

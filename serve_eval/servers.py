@@ -14,6 +14,7 @@ from models.config import EngineConfig
 from models.engines import HEADS, check_mtp_path, sglang_options, vllm_options
 from models.errors import Refused
 from models.servers import Server, find_interpreter, local, running
+from serve_eval.config import METHODS
 
 
 def describe_machine() -> str:
@@ -51,13 +52,6 @@ def method_of(head: Path) -> str:
     if config.get("num_nextn_predict_layers"):
         return "mtp"
     raise Refused(f"{head} is neither an EAGLE-3 nor an MTP head: its config.json names {names}")
-
-
-METHODS = {
-    "vllm": ("none", *HEADS, "draft_model", "ngram", "suffix"),
-    "sglang": ("none", *HEADS, "draft_model", "ngram"),
-}
-"""The methods that each engine can be started with here."""
 
 
 def speculation(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,18 @@ def window_keys(
         for repeat in range(settings.repeats)
         for method in methods
     }
+
+
+def in_server(settings: EvalConfig) -> EvalConfig:
+    """The settings of the served sweep, whose answers may be shorter."""
+    return replace(settings, max_new_tokens=settings.served_new_tokens or settings.max_new_tokens)
+
+
+def lossless_in(engine: EngineConfig, served: dict[str, Any]) -> dict[str, Any]:
+    """Take `lossless` out of the served section, named after engine and dtype; None for samples, never compared."""
+    told = served.pop("lossless")
+    dtype = "fp32" if engine.dtype == "float32" else engine.dtype
+    return {f"{engine.kind}_{dtype}": told if told["prompts"] else None}
 
 
 def check_served_k(settings: EvalConfig) -> None:

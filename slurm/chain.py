@@ -4,17 +4,21 @@ A stage is finished when what it writes last is there and the configuration that
 in every section that the stage reads. If it does not agree, the stage is run again and judges for itself: it does
 nothing, goes on, or refuses.
 
-With a spool (`spool.gigabytes`) extraction is no stage of its own: it runs beside training, in the same job.
+With `engines` the served sweep is an array before the evaluation, which joins its parts (serve_eval/parts.py). With a
+spool (`spool.gigabytes`) extraction is no stage of its own: it runs beside training, in the same job.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from models.artefact import fingerprint
 
 Values = Mapping[str, Any]
 """A resolved configuration as plain values, as it is saved with every output."""
@@ -25,12 +29,13 @@ class Stage:
     """One stage of a run.
 
     Attributes:
-        name: its key in `cluster`, and what it is called in the queue.
+        name: what it is called in the queue.
         module: what is run, with the overrides of the whole run.
         sections: what it reads of the configuration.
         record: name of the configuration that it saves when it is done.
         last: what it writes last.
         progress: files that become more, or longer, as it goes on; None for a stage that is not requeued when it fails.
+        asks: its key in `cluster`; empty for its name.
         beside: what runs beside it on nodes of its own, for as long as it does: a key in `cluster`.
     """
 
@@ -41,6 +46,7 @@ class Stage:
     last: Path
     progress: str | None = None
     beside: str | None = None
+    asks: str = ""
 
 
 def chain(values: Values, directory: Path) -> list[Stage]:
@@ -54,7 +60,8 @@ def chain(values: Values, directory: Path) -> list[Stage]:
         stages.append(Stage("prepare", "models.packaged", ("target",), "prepare", target / "config.json"))
     if made:
         sections = ("target", "generate")
-        stages.append(Stage("generate", "slurm.generate", sections, "generate", packed, str(output)))
+        written = glob.escape(str(output))
+        stages.append(Stage("generate", "slurm.generate", sections, "generate", packed, written))
     shards, checkpoints = directory / "features/shards/*.json", directory / "train/checkpoints/step-*"
     features, train = directory / "features/manifest.json", directory / "train/manifest.json"
     summary, measured = directory / "eval/summary.json", directory / "eval/*.json*"
@@ -69,11 +76,13 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     else:
         both = (*trained_by, "featurize")
         stages.append(Stage("train", "train", both, "train", train, str(checkpoints), beside="extract"))
-    return [
-        *stages,
-        Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"),
-        Stage("evaluate", "serve_eval", ("target", "engine", "eval"), "serve_eval", summary, str(measured)),
-    ]
+    stages.append(Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"))
+    if values.get("engines"):
+        parts = directory / "eval/parts"
+        measured_by, windows = ("target", "engines", "eval"), str(parts / "*/*.json*")
+        stages.append(Stage("measure", "serve_eval.apart", measured_by, "", parts, windows, asks="evaluate"))
+    served_by = ("target", "engine", "engines", "eval")
+    return [*stages, Stage("evaluate", "serve_eval", served_by, "serve_eval", summary, str(measured))]
 
 
 def spool(values: Values) -> Path | None:
@@ -87,6 +96,11 @@ def sources(values: Values) -> list[str]:
     return [*values["data"]["conversations"], *(path for source in mixture for path in source["paths"])]
 
 
+def made_of(stage: Stage, values: Values) -> str:
+    """A fingerprint of all that a stage reads of the configuration."""
+    return fingerprint([stage.name, *(values.get(section) for section in stage.sections)])[:16]
+
+
 def is_finished(stage: Stage, values: Values, directory: Path) -> bool:
     """Whether a stage need not be run again for this configuration."""
     if not stage.last.exists():
@@ -96,4 +110,4 @@ def is_finished(stage: Stage, values: Values, directory: Path) -> bool:
         return True
     saved = OmegaConf.to_container(OmegaConf.load(record))
     assert isinstance(saved, dict)
-    return all(saved.get(section) == values[section] for section in stage.sections)
+    return all(saved.get(section) == values.get(section) for section in stage.sections)

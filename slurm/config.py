@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+OURS = r"-[JadoD]|--(job-name|comment|array|dependency|output|chdir|export|parsable|no-requeue|open-mode|wrap)\b"
+"""Options of sbatch by which jobs are known, follow one another and go on."""
 CONTAINERS = ("none", "pyxis", "apptainer")
 
 
@@ -74,6 +76,7 @@ class ClusterConfig:
             null leaves it to `spool.directory`.
         signal_s: seconds before the time limit at which training is asked to save and is requeued; so are arrays and
             the evaluation, which keep what they have as it is.
+        evaluate: with several `engines`, also each part of the served sweep (serve_eval/parts.py).
         requeues: how often such a job may be requeued without progress in between.
     """
 
@@ -112,6 +115,9 @@ class ClusterConfig:
             raise ValueError(
                 f"cluster.signal_s={self.signal_s} must be at least 1, cluster.requeues={self.requeues} at least 0"
             )
+        for option in self.options:
+            if re.match(OURS, option):
+                raise ValueError(f"cluster.options: {option!r} is what slurm.submit itself tells sbatch")
         for module in self.modules:
             if not re.fullmatch(r"\S+", module):
                 raise ValueError(f"cluster.modules: {module!r} is not a module's name")

@@ -9,6 +9,12 @@ job=$SLURM_JOB_ID
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 trap : USR1 TERM
 
+if [[ -n ${DRAFTSMITH_TASKS:-} ]]; then # what this task of the array is told (slurm/tasks.py), in place of our words
+    mapfile -t words <"$DRAFTSMITH_TASKS/$SLURM_ARRAY_TASK_ID"
+    DRAFTSMITH_PROGRESS=${words[0]}
+    set -- "${words[@]:1}"
+fi
+
 for module in ${DRAFTSMITH_MODULES:-}; do
     module load "$module"
 done
@@ -94,9 +100,9 @@ pause() {
     wait "$child"
 }
 
-# What there is of the output so far, as one line that changes with it.
+# What there is of the output so far, as one line that changes with it. A file may vanish while it is looked at.
 mark() {
-    { compgen -G "$DRAFTSMITH_PROGRESS" || true; } | sort | xargs -r -d '\n' stat --format='%n %s' | cksum
+    { compgen -G "$DRAFTSMITH_PROGRESS" | sort | xargs -r -d '\n' stat --format='%n %s' || true; } 2>/dev/null | cksum
 }
 
 # insist command: until it succeeds, for ten minutes: Slurm's controller may be starting again.

@@ -14,6 +14,7 @@ from pathlib import Path
 from featurize.store import shard_ends
 from models.artefact import read_json
 from slurm.chain import Stage, Values
+from slurm.tasks import tasks_of
 from train.measure import Journal
 from train.sweep import standing
 
@@ -53,7 +54,11 @@ def pace(stage: Stage, values: Values, directory: Path, sweep: Sequence[str], ru
     if stage.name == "extract":
         return extracted(directory / "features", since)
     if stage.name == "generate" and stage.progress:
-        return generated(Path(stage.progress), values)
+        return generated(Path(values["generate"]["output"]).expanduser(), values)
+    if stage.name == "measure":
+        parts = tasks_of(stage, values, directory, (), {})
+        done = sum(part.finished for part in parts)
+        return Pace(done, len(parts), told=in_words(done, len(parts), "parts"))
     if stage.name == "evaluate" and (directory / "eval/cells.jsonl").exists():
         done = count_lines(directory / "eval/cells.jsonl")
         return Pace(done, told=f"{done} windows measured")

@@ -1,7 +1,8 @@
 """What is asked of Slurm's commands: submit, look into the queue, cancel, and how a job ended.
 
-A job belongs to a run by its comment, the run's folder, and to a stage by its name. So the queue itself says what has
-been submitted, and there is no record that could be wrong after a submission that was itself interrupted.
+A job belongs to a run by its comment, the run's folder, and to a stage by its name; a fingerprint behind the folder
+tells with which settings. So the queue itself says what has been submitted, and there is no record that could be wrong
+after a submission that was itself interrupted.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import Refused
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OVERRIDING = ("SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_OPEN_MODE", "SBATCH_WAIT")
+"""Variables that say otherwise than the scripts and their order do."""
 SETTLING_S = 30
 """How long to wait for a job that is just ending before it is taken for one that goes on."""
 
@@ -29,7 +32,9 @@ class Job:
     Attributes:
         id: to depend on, or to cancel.
         states: of its parts, "PENDING" say, with how many are in it.
+        tasks: of an array, the state of each that is in the queue, by index.
         reason: why it waits, in Slurm's word.
+        made_of: fingerprint of what it was submitted with.
         elapsed_s: since its present start; of an array, since that of the task that runs longest.
     """
 
@@ -37,6 +42,8 @@ class Job:
     states: Mapping[str, int]
     reason: str
     elapsed_s: int
+    tasks: Mapping[int, str] = field(default_factory=dict)
+    made_of: str = ""
 
     @property
     def waits(self) -> bool:
@@ -71,7 +78,7 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name == "SLURM_CONF" or not (name.startswith("SLURM_") or name in RANKS)
+        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "DRAFTSMITH_")) or name in (*RANKS, *OVERRIDING))
     }
 
 
@@ -93,15 +100,6 @@ def seconds(used: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def _count(task: str) -> int:
-    """How many tasks of an array an id stands for: 12_3 is one, 12_[0-4,7%2] are six."""
-    match = re.search(r"_\[([\d,-]+)", task)
-    if match is None:
-        return 1
-    ranges = (part.split("-") for part in match[1].split(","))
-    return sum(int(part[-1]) - int(part[0]) + 1 for part in ranges)
-
-
 def queued(directory: Path, stages: Sequence[str]) -> dict[str, Job]:
     """The jobs of a run that are in the queue, by stage; those that are just ending have been waited for.
 
@@ -109,22 +107,26 @@ def queued(directory: Path, stages: Sequence[str]) -> dict[str, Job]:
         Refused: Slurm does not answer, or a stage is in the queue twice.
     """
     names = {job_name(directory, stage): stage for stage in stages}
-    asked = ("squeue", "--noheader", f"--name={','.join(names)}", "--format=%F|%i|%T|%r|%M|%j|%k")
+    # A row for each task of an array: in one row Slurm shortens the list of those that wait.
+    asked = ("squeue", "--noheader", "--array", f"--name={','.join(names)}", "--format=%F|%i|%T|%r|%M|%j|%k")
     deadline = time.monotonic() + SETTLING_S
     while True:
         rows = [line.split("|", 6) for line in run(*asked).splitlines()]
-        rows = [row for row in rows if len(row) == 7 and row[6] == str(directory) and not OTHER_GROUP.search(row[1])]
+        rows = [row for row in rows if len(row) == 7 and row[6].split(" ")[0] == str(directory)]
+        rows = [row for row in rows if not OTHER_GROUP.search(row[1])]
         if time.monotonic() > deadline or not any(row[2] == "COMPLETING" for row in rows):
             break
         time.sleep(1)
     jobs: dict[str, Job] = {}
-    for base, task, state, reason, used, name, _ in rows:
+    for base, task, state, reason, used, name, comment in rows:
         stage = names[name]
         known = jobs.get(stage, Job(base, {}, reason, 0))
         if known.id != base:
             raise Refused(f"{stage} is in the queue twice, as jobs {known.id} and {base}; scancel one of them")
-        states = {**known.states, state: known.states.get(state, 0) + _count(task)}
-        jobs[stage] = Job(base, states, reason, max(known.elapsed_s, seconds(used)))
+        states = {**known.states, state: known.states.get(state, 0) + 1}
+        index = re.search(r"_(\d+)$", task)
+        tasks = {**known.tasks, int(index[1]): state} if index else known.tasks
+        jobs[stage] = Job(base, states, reason, max(known.elapsed_s, seconds(used)), tasks, comment.partition(" ")[2])
     return jobs
 
 

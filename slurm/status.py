@@ -18,12 +18,22 @@ from models.artefact import read_json
 from models.errors import Refused
 from slurm import scheduler
 from slurm.chain import chain, is_finished
-from slurm.pace import NOTHING, Pace, pace
+from slurm.pace import NOTHING, Pace, count_lines, pace
 from slurm.submit import TABLE
+from slurm.tasks import Task, tasks_of
 from train.sweep import ranking, render_table, standing
 
 LINES = 8
 """Of the log of a job that failed."""
+
+
+@dataclass(frozen=True)
+class OneTask:
+    """A task of an array that is told what to do: what it is called, its state, and how much there is of it."""
+
+    name: str
+    state: str
+    told: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Standing:
         elapsed_s: of the job that runs since its present start, or of the last launch of what is finished.
         pace: how far it is.
         log: of a job that failed: its path and its last lines, or only a remark.
+        tasks: of the served sweep in parts.
     """
 
     stage: str
@@ -46,6 +57,7 @@ class Standing:
     elapsed_s: int | None
     pace: Pace
     log: list[str]
+    tasks: Sequence[OneTask] = ()
 
 
 def standings(directory: Path) -> list[Standing]:
@@ -68,8 +80,12 @@ def standings(directory: Path) -> list[Standing]:
     done = True  # so far: what follows on an unfinished stage is to be made again
     for stage in stages:
         job, queued = jobs.get(stage.name, ""), queue.get(stage.name)
+        each = tasks_of(stage, values, directory, (), dict.fromkeys(sweep, ()))
+        parts = [] if sweep else each
         if sweep and stage.name in ("train", "table"):
             done = done and all(standing(directory.with_name(name))["state"] == "finished" for name in sweep)
+        elif parts:
+            done = done and all(task.finished for task in parts)
         else:
             done = done and is_finished(stage, values, directory)
         elapsed, failed, far, log = None, False, NOTHING, []
@@ -81,18 +97,37 @@ def standings(directory: Path) -> list[Standing]:
             state = scheduler.how_it_ended(job)
             failed = state != "COMPLETED"
             state = state if failed else "to be made again"
-            log = last_words(directory, stage.name, job) if failed else []
+            unfinished = [index for index, task in enumerate(each) if not task.finished]
+            log = last_words(directory, stage.name, job, unfinished) if failed else []
         else:
             state = "not begun"
         if stage != TABLE:
             far = pace(stage, values, directory, sweep, elapsed if queued is not None else None)
-        told.append(Standing(stage.name, state, job, failed, elapsed, far, log))
+        tasks = [one_task(task, index, job, queued) for index, task in enumerate(parts)]
+        told.append(Standing(stage.name, state, job, failed, elapsed, far, log, tasks))
     return told
 
 
-def last_words(directory: Path, stage: str, job: str) -> list[str]:
-    """The end of the log of a job that wrote last, after the log's path; only a remark if it never began."""
-    logs = sorted((directory / "slurm").glob(f"{stage}-{job}[._]*log"), key=lambda path: path.stat().st_mtime)
+def one_task(task: Task, index: int, job: str, queued: scheduler.Job | None) -> OneTask:
+    """The state of one task of an array: of the queue, of the disk, or as it ended."""
+    cells = Path(task.progress).parent / "cells.jsonl"
+    told = f"{count_lines(cells)} windows measured" if cells.exists() else ""
+    if queued is not None and index in queued.tasks:
+        return OneTask(task.name, queued.tasks[index], told)
+    if task.finished:
+        return OneTask(task.name, "finished", told)
+    return OneTask(task.name, scheduler.how_it_ended(f"{job}_{index}") if job else "not begun", told)
+
+
+def last_words(directory: Path, stage: str, job: str, unfinished: Sequence[int]) -> list[str]:
+    """The end of the log of a job that wrote last, after the log's path; only a remark if it never began.
+
+    Args:
+        unfinished: of tasks that are each told what to do, those whose logs are looked at.
+    """
+    found = (directory / "slurm").glob(f"{stage}-{job}[._]*log")
+    names = [f"{stage}-{job}_{index}.log" for index in unfinished]
+    logs = sorted((path for path in found if path.name in names or not names), key=lambda path: path.stat().st_mtime)
     if not logs:
         return ["it never began"]
     return [str(logs[-1]), *logs[-1].read_text(errors="replace").splitlines()[-LINES:]]
@@ -122,6 +157,8 @@ def show(told: Sequence[Standing]) -> None:
     for stage in told:
         times = clock(stage.elapsed_s) + ("" if stage.pace.left_s is None else f" (left {clock(stage.pace.left_s)})")
         print(f"{stage.stage:10}{stage.state:28}{stage.job:>8}  {times:28}{stage.pace.told}".rstrip())
+        for task in stage.tasks:
+            print(f"  {task.name:28}{task.state:18}{task.told}".rstrip())
     print(summary(told))
     for stage in told:
         if stage.failed:

@@ -4,11 +4,13 @@
     python -m slurm.submit experiment=demo cluster=gpu cluster.train.nodes=4 cluster.extract.tasks=16 dry_run=true
     python -m slurm.submit --multirun experiment=demo cluster=gpu optim.lr=1e-3,3e-4
     python -m slurm.submit experiment=demo cluster=gpu spool=bounded cluster.scratch=/scratch cluster.extract.tasks=4
+    python -m slurm.submit experiment=demo cluster=gpu +engine@engines.a=vllm +engine@engines.b=sglang eval.served_k=3
 
 Run it again at any time: what is finished or in the queue is not submitted again. A mistake in the overrides is told
 before anything is submitted. With --multirun the chain ends with training, as an array with a task for each
-combination, and a table of them. With a spool, extraction and training are one heterogeneous job. The scripts are
-slurm/*.sbatch; here are only their options, variables and order.
+combination, and a table of them. With a spool, extraction and training are one heterogeneous job. With several engines
+each of them measures each method in a task of its own, and the evaluation joins them. The scripts are slurm/*.sbatch;
+here are only their options, variables and order.
 """
 
 from __future__ import annotations
@@ -23,14 +25,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from models.artefact import read_json, write_bytes, write_json
+from models.artefact import fingerprint, read_json, write_json
 from models.config import masked_variables
 from models.errors import Refused
 from slurm import scheduler
-from slurm.chain import Stage, Values, chain, is_finished, spool
+from slurm.chain import Stage, Values, chain, is_finished, made_of, spool
 from slurm.config import ClusterConfig, JobConfig
+from slurm.tasks import Task, tasks_folder, tasks_of, write_tasks
 
 SCRIPTS = Path(__file__).resolve().parent
+
+
+NOT_TOLD = re.compile(r"dry_run=|[+~]*cluster\.environment\b")
+"""Overrides that no job is told: sbatch sets its variables, while words lie in files and are shown by Slurm."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def options(order: Order, stage: Stage, job: JobConfig, array: str | None) -> li
     log = str(order.directory / "slurm" / stage.name) + ("-%A_%a.log" if array else "-%j.log")
     asked: dict[str, Any] = {
         "job-name": scheduler.job_name(order.directory, stage.name),
-        "comment": order.directory,
+        "comment": f"{order.directory} {submitted_with(order, stage)}",
         "export": "ALL",  # whatever the site's default is: the scripts are told what to do by variables
         "output": log,
         "partition": job.partition or cluster.partition,
@@ -124,6 +131,13 @@ def options(order: Order, stage: Stage, job: JobConfig, array: str | None) -> li
     return [f"--{name}={value}" for name, value in asked.items() if value is not None] + list(cluster.options)
 
 
+def submitted_with(order: Order, stage: Stage) -> str:
+    """What tells a stage's job from one with other settings."""
+    if order.sweep and stage.name in ("train", "table"):
+        return fingerprint([made_of(stage, order.values), dict(order.sweep)])[:16]
+    return made_of(stage, order.values)
+
+
 def size(job: JobConfig, tasks: int) -> str:
     """What a stage asks for, in words."""
     processes = job.gpus_per_node or job.processes_per_node
@@ -135,20 +149,21 @@ def size(job: JobConfig, tasks: int) -> str:
     return " ".join(part for part in parts if part)
 
 
-def submission(order: Order, stage: Stage) -> Submission:
-    """The job of one stage, or its array."""
-    job: JobConfig = getattr(order.cluster, "export" if stage == TABLE else stage.name)
-    tasks, array = job.tasks, f"0-{job.tasks - 1}" if job.tasks > 1 else None
+def submission(order: Order, stage: Stage, anew: bool) -> Submission:
+    """The job of one stage, or its array: of tasks that are told what to do those that are missing, or all `anew`."""
+    job: JobConfig = getattr(order.cluster, stage.asks or stage.name)
+    count, array = job.tasks, f"0-{job.tasks - 1}" if job.tasks > 1 else None
     script, words = SCRIPTS / "stage.sbatch", [stage.module, *order.overrides]
-    told = variables(order, stage, job)
+    told, names = variables(order, stage, job), ""
     if stage.name == "train":
         script, words = SCRIPTS / "train.sbatch", list(order.overrides)
-        if order.sweep:
-            missing = [index for index, name in enumerate(order.sweep) if not trained(order, name)]
-            tasks, array, words = len(missing), ",".join(map(str, missing)), []
-            told["DRAFTSMITH_SWEEP"] = str(sweep_folder(order))
+    if every := tasks(order, stage):
+        chosen = {index: task.name for index, task in enumerate(every) if anew or not task.finished}
+        count, array, words = len(chosen), ",".join(map(str, chosen)), []
+        told["DRAFTSMITH_TASKS"] = str(tasks_folder(order.directory, stage))
+        names = ": " + ", ".join(chosen.values())
     others: tuple[list[str], ...] = ()
-    asked, told_size = options(order, stage, job, array), size(job, tasks)
+    asked, told_size = options(order, stage, job, array), size(job, count) + names
     if stage.beside:
         part: JobConfig = replace(getattr(order.cluster, stage.beside), time=job.time)
         silent = replace(stage, progress=None)  # the script is signalled, and runs on the first group
@@ -162,7 +177,7 @@ OF_SCRIPT = ["--ntasks-per-node=1", "--requeue", "--open-mode=append"]
 """What the script asks for of the first group of a heterogeneous job only."""
 
 
-TABLE = Stage("table", "train.sweep", (), "", Path())
+TABLE = Stage("table", "train.sweep", (), "", Path(), asks="export")
 """What follows on the training of a sweep; it wants what the export of a head wants."""
 
 
@@ -174,20 +189,17 @@ def stages(order: Order) -> list[Stage]:
     return [*every[: [stage.name for stage in every].index("train") + 1], TABLE]
 
 
-def sweep_folder(order: Order) -> Path:
-    """Where the overrides of a sweep's tasks lie, in a file each."""
-    return order.directory / "slurm" / "sweep"
-
-
-def trained(order: Order, name: str) -> bool:
-    """Whether a run of the sweep is trained."""
-    return (order.directory.with_name(name) / "train" / "manifest.json").exists()
+def tasks(order: Order, stage: Stage) -> list[Task]:
+    """The tasks of a stage that are each told what to do; none where they are not."""
+    return tasks_of(stage, order.values, order.directory, order.overrides, order.sweep)
 
 
 def finished(order: Order, stage: Stage) -> bool:
-    """Whether a stage is done; of a sweep, training and its table when all its runs are trained."""
-    if order.sweep and stage.name in ("train", "table"):
-        return all(trained(order, name) for name in order.sweep)
+    """Whether a stage is done: all its tasks are, where they are told what to do; a sweep's table with its runs."""
+    if stage == TABLE:
+        return finished(order, stages(order)[-2])
+    if told := tasks(order, stage):
+        return all(task.finished for task in told)
     return is_finished(stage, order.values, order.directory)
 
 
@@ -209,7 +221,7 @@ def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
     """What is to be done about every stage, given what is in the queue.
 
     What follows on a stage that is submitted is submitted, too: if it is in the queue already, it waits there for a job
-    that failed.
+    that failed. What waits there with other settings is replaced.
 
     Raises:
         Refused: such a stage is running.
@@ -220,18 +232,13 @@ def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
         job = queue.get(stage.name)
         if again and job is not None and not job.waits:
             raise Refused(f"{stage.name} is running (job {job.id}) on what must be made again; scancel {job.id} first")
-        again = again or (job is None and not finished(order, stage))
-        steps.append(Step(stage.name, job, submission(order, stage) if again else None))
+        fits = job is None or job.made_of in ("", submitted_with(order, stage))
+        if job is not None and not fits and not job.waits:
+            sections = ", ".join(stage.sections)
+            raise Refused(f"{stage.name} is running (job {job.id}) with other settings ({sections}); scancel it first")
+        anew, again = again, again or not fits or (job is None and not finished(order, stage))
+        steps.append(Step(stage.name, job, submission(order, stage, anew) if again else None))
     return steps
-
-
-def write_sweep(order: Order) -> None:
-    """Write the overrides of a sweep's tasks: a file for each index, the run's folder in its first line."""
-    for index, (name, overrides) in enumerate(order.sweep.items()):
-        lines = [str(order.directory.with_name(name)), *overrides]
-        if any("\n" in line for line in lines):
-            raise Refused(f"--multirun: an override of {name} has several lines")
-        write_bytes(sweep_folder(order) / str(index), ("\n".join(lines) + "\n").encode())
 
 
 def carry_out(order: Order, steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
@@ -288,7 +295,7 @@ def fit(folder: Path) -> Path:
     if found := re.search(r"[^\w./+@=~-]", str(folder)):
         raise Refused(
             f"{folder} has a {found[0]!r} in it; on a cluster, name=, root= and cluster.scratch= are made of letters, "
-            "digits and . _ - + @ = ~"
+            "digits and . _ - + @ = ~, and so is the present folder with a container"
         )
     return folder
 
@@ -323,7 +330,7 @@ def main(arguments: Sequence[str]) -> None:
     if len(overrides) < len(arguments):
         sweep = expand(overrides)
         run, overrides = sweep.base, sweep.fixed
-        jobs = {Path(job.name).name: job.overrides for job in sweep.jobs}
+        jobs = {Path(job.name).name: [word for word in job.overrides if not NOT_TOLD.match(word)] for job in sweep.jobs}
     else:
         run = conf.load(overrides)
     directory = fit(run.directory.absolute())
@@ -332,20 +339,25 @@ def main(arguments: Sequence[str]) -> None:
     if run.spool.gigabytes is not None and run.cluster.scratch is not None:
         overrides = [*overrides, f"spool.directory='{fit(Path(run.cluster.scratch).absolute() / run.name)}'"]
         run = conf.load(overrides)
-    stage_overrides = [word for word in overrides if not word.startswith("dry_run=")]
+    stage_overrides = [word for word in overrides if not NOT_TOLD.match(word)]
+    if run.cluster.container.kind != "none":
+        fit(Path.cwd())  # it is the folder in there, too
     order = Order(directory, conf.resolved(run), stage_overrides, run.cluster, jobs)
     if run.dry_run:
         show(plan(order, {}))
         return
     with alone(directory):
         steps = plan(order, scheduler.queued(directory, [stage.name for stage in stages(order)]))
-        if jobs and any(step.stage == "train" and step.submission for step in steps):
+        submitted = {step.stage for step in steps if step.submission is not None}
+        if jobs and "train" in submitted:
             from train.sweep import begin
 
             begin(directory, list(jobs))
-            write_sweep(order)
-        for stage, done in carry_out(order, steps):
-            print(f"{stage:10}{done}", flush=True)
+        for stage in stages(order):
+            if stage.name in submitted:
+                write_tasks(directory, stage, tasks(order, stage))
+        for name, done in carry_out(order, steps):
+            print(f"{name:10}{done}", flush=True)
     root = "" if run.root == "runs" else f" root={shlex.quote(run.root)}"
     print(f"\npython -m slurm.status {run.name}{root}     # how it stands\ntail -F {directory}/slurm/*.log")
 

@@ -279,7 +279,8 @@ def test_the_command_exports_writes_the_card_and_keeps_the_token_to_itself(run, 
     done = export("export.license=mit", "target.dtype=float32")
     assert done.returncode == 0, done.stderr
     assert "License: mit" in (run / "export/README.md").read_text()
-    assert "nothing to do" in export("export.license=mit", "target.dtype=float32").stdout
+    assert "nothing to do" in export("export.license=mit", "target.dtype=float32", "trainer.epochs=7").stdout
+    assert "epochs: 7" in (run / "config/export.yaml").read_text(), "it is complete for these settings, too"
     refused = export("export.push_to=me/head")
     assert refused.returncode == 2 and "export.push_to=me/head needs a network" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1

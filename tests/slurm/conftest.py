@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,10 +10,17 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
+from serve_eval.parts import parts_of
 from slurm.chain import chain
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ["extract", "train", "export", "evaluate"]
+APART = [
+    "+engine@engines.a=vllm",
+    "+engine@engines.b=sglang",
+    "eval.methods=[{method: eagle3, k: 3}, {method: ngram, k: 4}]",
+]
+PARTS = ["a-eagle3-k3", "a-ngram-k4", "b-eagle3-k3", "b-ngram-k4"]
 SBATCH = """
 count=$(cat {folder}/count 2>/dev/null || echo 100)
 echo $((count + 1)) >{folder}/count
@@ -38,12 +46,16 @@ class Slurm:
         (self.folder / command).chmod(0o755)
 
     def queue(self, *jobs: tuple[str, str, str], run: Path) -> None:
-        """(id, stage, state) of what is in the queue; an id like 7_[0-3] are the tasks of an array."""
+        """(id, stage, state) of what is in the queue; an id like 7_3 is that of a task of an array.
+
+        What we have submitted has its comment, what we have not the run's folder only.
+        """
         used = {"RUNNING": "1:02:03"}
-        rows = [
-            f"{re.split('[_+]', id)[0]}|{id}|{state}|Dependency|{used.get(state, '0:00')}|{run.name}:{stage}|{run}"
-            for id, stage, state in jobs
-        ]
+        rows = []
+        for id, stage, state in jobs:
+            base = re.split("[_+]", id)[0]
+            comment = option(self.submitted().get(int(base), []), "comment") or run
+            rows.append(f"{base}|{id}|{state}|Dependency|{used.get(state, '0:00')}|{run.name}:{stage}|{comment}")
         (self.folder / "queue").write_text("".join(row + "\n" for row in rows))
 
     def submitted(self) -> dict[int, list[str]]:
@@ -86,3 +98,16 @@ def finish(run: Path, overrides: list[str], *stages: str) -> None:
             stage.last.write_text('{"totals": {"tokens": 1, "bytes": 1}, "files": [1], "best_al": 2.0, "best_step": 1}')
             (run / "config").mkdir(exist_ok=True)
             OmegaConf.save(OmegaConf.create(values), run / "config" / f"{stage.record}.yaml")
+
+
+def measure(overrides: list[str], run: Path, *names: str) -> None:
+    """Leave what these parts leave when they are measured."""
+    found = parts_of(conf.resolved(conf.load(overrides)))
+    for name in names:
+        folder = run / "eval/parts" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps({"made_by": found[name].made_by}))
+
+
+def stages_of(stub: Slurm) -> list[str]:
+    return [(option(words, "job-name") or "").split(":")[1] for words in stub.submitted().values()]

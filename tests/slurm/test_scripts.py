@@ -195,6 +195,15 @@ def test_what_stopped_or_failed_is_requeued_while_it_makes_progress_and_then_so_
     assert "given up after 2 requeues without progress" in given_up.said
 
 
+def test_a_file_that_vanishes_while_it_is_looked_at_does_not_keep_a_job_from_being_requeued(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/stat").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/stat").chmod(0o755)
+    job = Job(tmp_path, "train.sbatch", ends_with=75)
+    job.checkpoint(1)
+    assert job.render().requeued == "requeue 101"
+
+
 @pytest.mark.parametrize("status", [0, 2])
 def test_what_is_done_or_refused_is_not_requeued(tmp_path: Path, status: int) -> None:
     ended = Job(tmp_path, "train.sbatch", ends_with=status).render()
@@ -228,13 +237,25 @@ def test_a_stage_that_goes_on_nowhere_is_not_requeued(tmp_path: Path) -> None:
 
 
 def test_a_task_of_a_sweep_reads_its_own_overrides_and_progress(tmp_path: Path) -> None:
-    (tmp_path / "3").write_text(f"{tmp_path}/run-lr-1\nname=run-lr-1\ndata.conversations=[a b]\n")
-    sweep = {"DRAFTSMITH_SWEEP": str(tmp_path), "SLURM_ARRAY_JOB_ID": "90", "SLURM_ARRAY_TASK_ID": "3"}
+    told = f"{tmp_path}/run-lr-1/train/checkpoints/step-*\nname=run-lr-1\ndata.conversations=[a b]\n"
+    (tmp_path / "3").write_text(told)
+    sweep = {"DRAFTSMITH_TASKS": str(tmp_path), "SLURM_ARRAY_JOB_ID": "90", "SLURM_ARRAY_TASK_ID": "3"}
     job = Job(tmp_path, "train.sbatch", ends_with=1, variables=sweep | {"DRAFTSMITH_REQUEUES": "1"})
     assert job.render().command == ["-u", "-m", "train", "name=run-lr-1", "data.conversations=[a b]"]
     (tmp_path / "run-lr-1/train/checkpoints/step-1").mkdir(parents=True)
     assert job.render().requeued == "requeue 90_3"
     assert job.render().requeued is None
+
+
+def test_a_part_of_the_evaluation_is_requeued_by_what_it_has_measured_itself(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text(f"{tmp_path}/parts/b/*.json*\nserve_eval.apart\nname=two words\neval.part=b\n")
+    array = {"DRAFTSMITH_TASKS": str(tmp_path), "SLURM_ARRAY_JOB_ID": "90", "SLURM_ARRAY_TASK_ID": "1"}
+    array |= {"DRAFTSMITH_PROGRESS": f"{tmp_path}/parts/*/*.json*", "DRAFTSMITH_REQUEUES": "1"}
+    job = Job(tmp_path, "stage.sbatch", ends_with=1, variables=array)
+    assert job.render().command == ["-u", "-m", "serve_eval.apart", "name=two words", "eval.part=b"]
+    (tmp_path / "parts/a").mkdir(parents=True)
+    (tmp_path / "parts/a/cells.jsonl").write_text("the other task goes on")
+    assert job.render().requeued is None, "what others add does not keep it alive"
 
 
 def streaming(tmp_path: Path, **how: Any) -> Job:

@@ -14,7 +14,7 @@ import slurm.status
 import slurm.submit
 from models.errors import Refused
 from slurm import scheduler
-from tests.slurm.conftest import STAGES, Slurm, finish
+from tests.slurm.conftest import APART, PARTS, STAGES, Slurm, finish, measure
 
 RUNNING_S = 3723
 """As the stub of squeue tells it: 1:02:03."""
@@ -46,7 +46,7 @@ def test_it_tells_what_is_done_of_all_for_how_long_and_how_long_the_rest_takes(
 ) -> None:
     slurm.submit.main(overrides)
     begin_extraction(run)
-    extract = [("101_[3-7]", "extract", "PENDING"), ("101_1", "extract", "RUNNING")]
+    extract = [(f"101_{index}", "extract", "RUNNING" if index == 1 else "PENDING") for index in (3, 4, 5, 6, 7, 1)]
     stub.queue(*extract, *((str(102 + i), stage, "PENDING") for i, stage in enumerate(STAGES[1:])), run=run)
     code, told = status(run, capsys)
     assert code == 0
@@ -68,17 +68,16 @@ def test_of_training_it_tells_steps_of_all_and_the_pace_since_a_checkpoint_of_th
     )
     lines = [{"step": 40, "of": 240, "loss": 1.0}, {"step": 60, "val_al": 1.5}, {"step": 100, "of": 240, "loss": 1.0}]
     write(run / "train/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    now = (run / "train/metrics.jsonl").stat().st_mtime
     write(run / "train/checkpoints/step-20/state", age_s=0)
-    os.utime(run / "train/checkpoints/step-20", (time.time() - RUNNING_S - 9,) * 2)
+    os.utime(run / "train/checkpoints/step-20", (now - RUNNING_S - 9,) * 2)
     said = r"^train +RUNNING +102 +1:02:03 \(left {}\) +100 of 240 steps, simulated AL 1.500 at step 60$"
     code, told = status(run, capsys)
     assert code == 0
     assert re.search(said.format("1:48:3[0-9]"), told, re.MULTILINE), told  # 140 steps, when 80 took 1:02:03
     write(run / "train/checkpoints/step-60/state")
-    os.utime(run / "train/checkpoints/step-60", (time.time() - 400,) * 2)
-    assert re.search(said.format("0:23:[23][0-9]"), status(run, capsys)[1], re.MULTILINE), (
-        "140 steps, when 40 took 400 s"
-    )
+    os.utime(run / "train/checkpoints/step-60", (now - 400,) * 2)
+    assert re.search(said.format("0:23:20"), status(run, capsys)[1], re.MULTILINE), "140 steps, when 40 took 400 s"
 
 
 def test_it_is_there_for_programs_too(
@@ -132,9 +131,77 @@ def test_what_is_finished_is_told_with_the_time_that_it_took(
     assert told.endswith("\nchain: 4 of 4 stages finished; 1:01:01 so far\n")
 
 
+def test_of_an_evaluation_in_parts_it_tells_each_task(
+    stub: Slurm, overrides: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*overrides, *APART]
+    finish(run, overrides, *STAGES[:3])
+    slurm.submit.main(words)
+    measure(words, run, PARTS[0])
+    write(run / "eval/parts" / PARTS[1] / "cells.jsonl", "{}\n{}\n")
+    stub.queue(
+        ("101_1", "measure", "RUNNING"), ("101_3", "measure", "PENDING"), ("102", "evaluate", "PENDING"), run=run
+    )
+    stub.say("sacct", """[[ $* == *--jobs=101_2* ]] && echo TIMEOUT""")
+    code, told = status(run, capsys)
+    assert re.search(r"^measure +RUNNING . PENDING +101 +1:02:03 +1 of 4 parts$", told, re.MULTILINE), told
+    lines = [line.split() for line in told.splitlines() if line.startswith("  ")]
+    assert lines == [
+        [PARTS[0], "finished"],
+        [PARTS[1], "RUNNING", "2", "windows", "measured"],
+        [PARTS[2], "TIMEOUT"],
+        [PARTS[3], "PENDING"],
+    ]
+    assert code == 0
+    found = json.loads(status(run, capsys, "--json")[1])["stages"]
+    assert [task["state"] for task in found[3]["tasks"]] == ["finished", "RUNNING", "TIMEOUT", "PENDING"]
+    stub.queue(run=run)
+    stub.say("sacct", "echo FAILED")
+    write(run / "slurm/measure-101_1.log", "no such model\n", age_s=9)
+    write(run / "slurm/measure-101_0.log", "done\n")
+    code, told = status(run, capsys)
+    assert code == 1
+    assert f"\nmeasure: job 101 FAILED\n    {run}/slurm/measure-101_1.log\n    no such model\n" in told
+    measure(words, run, *PARTS[1:])
+    assert re.search(r"^measure +finished +101 +4 of 4 parts$", status(run, capsys)[1], re.MULTILINE)
+
+
 @pytest.mark.parametrize(("told", "meant"), [("0:07", 7), ("1:02:03", 3723), ("2-00:00:01", 172_801), ("INVALID", 0)])
 def test_times_are_read_as_slurm_tells_them(told: str, meant: int) -> None:
     assert scheduler.seconds(told) == meant
+
+
+def test_how_a_job_ended_is_asked_of_accounting_then_of_the_controller(stub: Slurm) -> None:
+    """Of an array, the end that is not well counts."""
+    stub.say("sacct", "printf 'COMPLETED\\nCANCELLED by 0\\nCOMPLETED\\n'")
+    assert scheduler.how_it_ended("7") == "CANCELLED"
+    stub.say("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    stub.say("scontrol", """printf 'JobId=7 JobState=COMPLETED\\n\\nJobId=8 JobState=TIMEOUT Reason=None\\n'""")
+    assert scheduler.how_it_ended("7") == "TIMEOUT"
+    stub.say("scontrol", "echo 'Invalid job id specified' >&2; exit 1")
+    assert scheduler.how_it_ended("7") == "ENDED"
+    stub.say("sacct", "exit 0")
+    assert scheduler.how_it_ended("7") == "ENDED", "it has not been told yet"
+
+
+def test_a_job_that_is_just_ending_is_waited_for(
+    stub: Slurm, overrides: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.queue(("7", "extract", "COMPLETING"), run=run)
+    monkeypatch.setattr(scheduler.time, "sleep", lambda _: (stub.folder / "queue").unlink())
+    assert scheduler.queued(run, STAGES) == {}
+    stub.queue(("7", "extract", "COMPLETING"), run=run)
+    monkeypatch.setattr(scheduler, "SETTLING_S", -1)
+    assert scheduler.queued(run, STAGES)["extract"].states == {"COMPLETING": 1}
+
+
+def test_a_stage_that_is_in_the_queue_twice_is_for_a_person_to_mend(
+    stub: Slurm, overrides: list[str], run: Path
+) -> None:
+    stub.queue(("7", "extract", "RUNNING"), ("9", "extract", "PENDING"), run=run)
+    with pytest.raises(Refused, match="extract is in the queue twice, as jobs 7 and 9; scancel one of them"):
+        slurm.submit.main(overrides)
+    assert stub.submitted() == {}
 
 
 def test_a_run_that_was_never_submitted_is_refused(tmp_path: Path) -> None:

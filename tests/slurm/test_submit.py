@@ -16,11 +16,7 @@ import conf
 import slurm.status
 import slurm.submit
 from models.errors import Refused
-from tests.slurm.conftest import ROOT, SBATCH, STAGES, Slurm, finish, option
-
-
-def stages_of(stub: Slurm) -> list[str]:
-    return [(option(words, "job-name") or "").split(":")[1] for words in stub.submitted().values()]
+from tests.slurm.conftest import ROOT, SBATCH, STAGES, Slurm, finish, option, stages_of
 
 
 def test_every_stage_waits_for_the_one_before_it(stub: Slurm, overrides: list[str], run: Path) -> None:
@@ -37,7 +33,7 @@ def test_every_stage_waits_for_the_one_before_it(stub: Slurm, overrides: list[st
     assert jobs[101][-5:] == ["featurize", *overrides]
     assert jobs[102][-4:] == overrides
     assert Path(jobs[102][-5]).name == "train.sbatch"
-    assert all(option(words, "comment") == str(run) for words in jobs.values())
+    assert all((option(words, "comment") or "").split(" ")[0] == str(run) for words in jobs.values())
     assert json.loads((run / "slurm/jobs.json").read_text())["jobs"] == dict(zip(STAGES, map(str, jobs), strict=True))
 
 
@@ -148,7 +144,8 @@ def test_streaming_is_one_job_of_a_group_that_trains_and_others_that_extract(
     assert len(extract) == 2
     for group in extract:
         wanted = {"nodes": "1", "gpus-per-node": "1", "cpus-per-task": "12", "mem": "96G", "time": "24:00:00"}
-        wanted |= {"job-name": "mine:train", "comment": str(run), "ntasks-per-node": "1", "open-mode": "append"}
+        wanted |= {"job-name": "mine:train", "ntasks-per-node": "1", "open-mode": "append"}
+        wanted["comment"] = option(train, "comment") or ""
         assert {name: option(group, name) for name in wanted} == wanted
         assert "--requeue" in group
         assert (option(group, "signal"), option(group, "array")) == (None, None)
@@ -256,14 +253,13 @@ def test_a_submission_that_slurm_refuses_halfway_is_completed_by_the_next(stub: 
     with pytest.raises(Refused, match="export: sbatch: no such account; what comes before it stays"):
         slurm.submit.main(overrides)
     stub.say("sbatch", SBATCH.format(folder=stub.folder))
-    stub.queue(
-        ("101_[0-1]", "extract", "PENDING"), ("101_2", "extract", "RUNNING"), ("102", "train", "PENDING"), run=run
-    )
+    stub.queue(("101_0", "extract", "PENDING"), ("101_2", "extract", "RUNNING"), ("102", "train", "PENDING"), run=run)
     slurm.submit.main(overrides)
     assert stages_of(stub) == STAGES
 
 
 MISTAKES = ["cluster.trainn.nodes=2", "cluster.train.nodes=0", "cluster.extract.nodes=2", "cluster=nowhere"]
+MISTAKES += ["cluster.options=['--comment=mine']", "cluster.options=['-a0-3']", "cluster.options=['--no-requeue']"]
 MISTAKES += ["cluster.export.tasks=2", "cluster.container.kind=docker", "cluster.scrach=x"]
 
 
@@ -288,43 +284,71 @@ def test_a_dry_run_shows_sizes_commands_and_scripts_and_submits_nothing(
 
 
 def test_a_dry_run_shows_no_credentials(overrides: list[str], capsys) -> None:
-    slurm.submit.main([*overrides, "+cluster.environment.WANDB_API_KEY=very-secret", "dry_run=true"])
+    secrets = ["+cluster.environment.WANDB_API_KEY=very-secret", "+engine.environment.HF_TOKEN=very-secret"]
+    slurm.submit.main([*overrides, *secrets, "dry_run=true"])
     told = capsys.readouterr().out
     assert "WANDB_API_KEY='***'" in told
-    assert "cluster.environment.WANDB_API_KEY=***" in told
+    assert "engine.environment.HF_TOKEN=***" in told
     assert "very-secret" not in told
 
 
-def test_a_sweep_is_not_streamed(stub: Slurm, overrides: list[str]) -> None:
-    with pytest.raises(Refused, match="--multirun: the runs of a sweep share stored features; spool.gigabytes=null"):
-        slurm.submit.main([*SWEEP, *overrides, "spool=bounded"])
+def test_variables_of_a_job_that_we_are_in_and_of_sbatch_itself_do_not_leak(
+    stub: Slurm, overrides: list[str], monkeypatch
+) -> None:
+    ours = {"DRAFTSMITH_TASKS": "/of/another", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "0-9"}
+    ours["SBATCH_ACCOUNT"] = "my-project"
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    slurm.submit.main(overrides)
+    told = stub.environment(101)
+    assert [name for name in ours if name in told] == ["SBATCH_ACCOUNT"], "where a site sets that for its users"
 
 
-SWEEP = ["--multirun", "optim.lr=1e-3,3e-4", "objective.loss=kl,nla"]
-
-
-def test_a_sweep_is_an_array_with_a_run_of_its_own_for_every_task(
+def test_a_job_that_waits_with_other_settings_is_replaced_and_one_that_runs_is_not_touched(
     stub: Slurm, overrides: list[str], run: Path, capsys
 ) -> None:
-    finish(run, overrides, "extract")
-    slurm.submit.main([*SWEEP, *overrides])
-    train, table = stub.submitted().values()
-    assert (option(train, "array"), option(table, "dependency")) == ("0,1,2,3", "afterany:101")
-    assert table[-5:] == ["train.sweep", *overrides]
-    folder = Path(stub.environment(101)["DRAFTSMITH_SWEEP"])
-    names = ["mine-lr-0.001-loss-kl", "mine-lr-0.001-loss-nla", "mine-lr-0.0003-loss-kl", "mine-lr-0.0003-loss-nla"]
-    for index, name in enumerate(names):
-        place, *words = (folder / str(index)).read_text().splitlines()
-        assert place == str(run.parent / name)
-        task = conf.load(words)
-        assert (task.name, task.directory) == (name, run.parent / name)
-        assert f"{name}" == f"mine-lr-{task.optim.lr}-loss-{task.objective.loss}"
-        assert (run.parent / name / "features").resolve() == (run / "features").resolve()
+    slurm.submit.main(overrides)
+    extract = ("101", "extract", "RUNNING")
+    waiting = [(str(102 + i), stage, "PENDING") for i, stage in enumerate(STAGES[1:])]
+    stub.queue(extract, *waiting, run=run)
+    slurm.submit.main([*overrides, "optim.lr=3e-4"])
+    assert stages_of(stub)[4:] == ["train", "export", "evaluate"], "the one that waited would train with another rate"
+    assert stub.cancelled == ["102", "103", "104"]
+    waiting = [(str(105 + i), stage, "PENDING") for i, stage in enumerate(STAGES[1:])]
+    stub.queue(extract, *waiting, run=run)
+    slurm.submit.main([*overrides, "optim.lr=3e-4"])
+    assert len(stub.submitted()) == 7
+    with pytest.raises(Refused, match=r"extract is running .job 101. with other settings .target, data, featurize."):
+        slurm.submit.main([*overrides, "optim.lr=3e-4", "data.max_tokens=77"])
+    assert (len(stub.submitted()), len(stub.cancelled)) == (7, 3)
 
-    (run.parent / names[1] / "train").mkdir()
-    (run.parent / names[1] / "train/manifest.json").write_text('{"best_al": 1.5, "best_step": 3}')
-    slurm.submit.main([*SWEEP, *overrides])
-    assert option(stub.submitted()[103], "array") == "0,2,3", "only what is missing"
+
+def test_a_task_of_an_array_has_a_row_of_its_own(stub: Slurm, overrides: list[str], run: Path) -> None:
+    """In one row for those that wait, Slurm shortens a long list of them: 7_[0,2,4,...]."""
+    stub.say("squeue", f'[[ " $* " == *" --array "* ]] || exit 1; cat {stub.folder}/queue')
+    stub.queue(("7_0", "extract", "RUNNING"), *((f"7_{i}", "extract", "PENDING") for i in range(2, 99, 2)), run=run)
+    slurm.submit.main(overrides)
+    assert stages_of(stub) == STAGES[1:]
+
+
+def test_the_present_folder_goes_into_containers_too(
+    stub: Slurm, overrides: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "my,folder").mkdir()
+    monkeypatch.chdir(tmp_path / "my,folder")
+    with pytest.raises(Refused, match="my,folder has a ',' in it"):
+        slurm.submit.main([*overrides, "cluster=pyxis"])
+    slurm.submit.main(overrides)
+
+
+def test_a_generated_file_may_have_any_name(stub: Slurm, overrides: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "answers [1].jsonl"
+    output.touch()
+    slurm.submit.main([*overrides, f"generate.output='{output}'", f"data.conversations=['{output}']"])
+    assert stages_of(stub)[0] == "generate"
+    pattern = stub.environment(101)["DRAFTSMITH_PROGRESS"]
+    seen = subprocess.run(["bash", "-c", 'compgen -G "$0"', pattern], capture_output=True, text=True).stdout
+    assert seen == f"{output}\n"
 
 
 def commands() -> list[str]:
@@ -345,5 +369,6 @@ def test_b43_every_submission_in_the_documents_composes_and_renders(command: str
 
 
 def test_there_are_submissions_in_the_documents() -> None:
-    assert len(commands()) >= 6
+    assert len(commands()) >= 10
+    assert any("engine@engines" in command for command in commands())
     assert sum("cluster.container.image" in command for command in commands()) == 2

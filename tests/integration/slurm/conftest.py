@@ -79,8 +79,16 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while not (states := self.states(job)) <= ENDED:
             assert time.monotonic() < deadline, f"job {job} is {states} after {timeout_s:.0f} s\n{self.logs()}"
+            self.stir()
             time.sleep(0.5)
         return "+".join(sorted(states))
+
+    def stir(self) -> None:
+        """Let something change: backfill, which alone starts heterogeneous jobs, rests until something has.
+
+        On a cluster with other users it always has; here it was seen to rest for minutes.
+        """
+        self.command("scontrol", "update", f"NodeName={HOST}", f"Comment={time.monotonic()}")
 
     def requeued(self, job: str, count: int) -> None:
         """Wait until the tasks of a job have been requeued so often, and cut Slurm's delay (cred_expire) short."""
@@ -99,6 +107,7 @@ class Cluster:
                 soon = ["scontrol", "update", f"JobId={part}", "StartTime=now+2"]
                 subprocess.run(soon, env=self.environment, capture_output=True)  # it may have begun meanwhile
                 asked[part] = time.monotonic()
+            self.stir()
             return not held and all(state != "COMPLETING" for _, state in parts)
 
         until(goes_on, f"job {job} goes on", self, 300)

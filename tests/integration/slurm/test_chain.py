@@ -24,7 +24,11 @@ from train.measure import Journal
 
 pytestmark = pytest.mark.slurm
 
-STAGES = ["generate", "extract", "train", "export", "evaluate"]
+STAGES = ["generate", "extract", "train", "export", "measure", "evaluate"]
+ALONE = [stage for stage in STAGES if stage not in ("generate", "measure")]
+"""Of the runs that have their data, and measure no server."""
+PARTS = ["stub-eagle3", "stub-ngram"]
+STUB = Path(__file__).resolve().parents[2] / "serve_eval/stub.py"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def settings(tiny_target_dir: Path, tiny_conversations: Path, tiny_prompts: Path
         "draft.vocab_size=128",
         "objective.unroll_steps=3",
         "optim.warmup_steps=2",
-        "trainer.epochs=24",
+        "trainer.epochs=8",
         "trainer.pack_tokens=64",
         "trainer.packs_per_step=2",
         "trainer.precision=fp32",
@@ -117,6 +121,9 @@ def straight(cluster: Cluster, settings: list[str], root: Path) -> Path:
     """The whole chain, uninterrupted: it makes its conversations, answers of the target to prompts, itself."""
     run = root / "chain"
     shutil.copy(settings[4].partition("[")[2].rstrip("]"), root / "prompts.jsonl")
+    (root / "engine/bin").mkdir(parents=True)
+    (root / "engine/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
+    (root / "engine/bin/python").chmod(0o755)
     slurm.submit.main(chain_arguments(settings, root))
     states = {stage: cluster.wait(job) for stage, job in jobs(run).items()}
     assert states == dict.fromkeys(STAGES, "COMPLETED"), said(run)
@@ -126,7 +133,9 @@ def straight(cluster: Cluster, settings: list[str], root: Path) -> Path:
 def chain_arguments(settings: list[str], root: Path) -> list[str]:
     generate = ["generate.urls=[]", f"generate.prompts=[{root}/prompts.jsonl]", "generate.max_answer_tokens=24"]
     data = f"data.conversations=[{root}/chain/conversations.jsonl.gz]"
-    return ["name=chain", *settings, *generate, data, "cluster.extract.tasks=2"]
+    engine = ["+engine@engines.stub=vllm", f"engines.stub.python={root}/engine/bin/python", "eval.served_k=3"]
+    served = ["eval.methods=[{method: eagle3}, {method: ngram}]", "eval.concurrencies=[1]", "eval.warmup_requests=0"]
+    return ["name=chain", *settings, *generate, data, "cluster.extract.tasks=2", *engine, *served]
 
 
 def test_the_chain_ends_in_a_report_and_is_not_submitted_twice(
@@ -135,6 +144,8 @@ def test_the_chain_ends_in_a_report_and_is_not_submitted_twice(
     summary = json.loads((straight / "eval/summary.json").read_text())
     assert summary["lossless"]["reference"]["identical"] == 6
     assert (straight / "eval/report.html").exists()
+    assert [row["part"] for row in summary["parts"]] == PARTS, "each measured by a task of its own, and joined"
+    assert len(list(straight.glob("slurm/measure-*_*.log"))) == 2
     before = jobs(straight)
     done = submitted(chain_arguments(settings, root), capsys)
     assert done == dict.fromkeys(STAGES, "finished")
@@ -143,15 +154,17 @@ def test_the_chain_ends_in_a_report_and_is_not_submitted_twice(
     assert code == 0
     assert re.findall(r"^(\w+) +finished", told, re.MULTILINE) == STAGES
     assert "simulated AL" in told
+    assert re.findall(r"^  (\S+) +finished +\d+ windows measured$", told, re.MULTILINE) == PARTS
 
 
 def test_only_what_is_missing_is_submitted_and_a_cancelled_stage_stops_the_chain(
     cluster: Cluster, straight: Path, settings: list[str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(straight / "export")
-    held = [*chain_arguments(settings, root), "cluster.options=[--hold]"]
+    # With --hold, what comes after would be held, too, and Slurm looks after such jobs once a minute only.
+    held = [*chain_arguments(settings, root), "cluster.options=['--begin=now+1hour']"]
     done = submitted(held, capsys)
-    assert [stage for stage, told in done.items() if "submitted" in told] == ["export", "evaluate"]
+    assert [stage for stage, told in done.items() if "submitted" in told] == ["export", "measure", "evaluate"]
     waiting = jobs(straight)
     done = submitted(held, capsys)
     assert not [stage for stage, told in done.items() if "submitted" in told], "they are in the queue already"
@@ -164,10 +177,10 @@ def test_only_what_is_missing_is_submitted_and_a_cancelled_stage_stops_the_chain
     assert cluster.wait(waiting["export"]) == cluster.wait(waiting["evaluate"]) == "CANCELLED"
     code, told = status(straight, capsys)
     assert code == 1
-    assert re.findall(r"^(\w+) +CANCELLED", told, re.MULTILINE) == ["export", "evaluate"]
+    assert re.findall(r"^(\w+) +CANCELLED", told, re.MULTILINE) == ["export", "measure", "evaluate"]
     done = submitted(held, capsys)
-    assert [stage for stage, told in done.items() if "submitted" in told] == ["export", "evaluate"]
-    for job in (jobs(straight)[stage] for stage in ("evaluate", "export")):
+    assert [stage for stage, told in done.items() if "submitted" in told] == ["export", "measure", "evaluate"]
+    for job in (jobs(straight)[stage] for stage in ("evaluate", "measure", "export")):
         scheduler.cancel(job)
         cluster.wait(job)
 
@@ -285,7 +298,7 @@ def test_what_comes_after_a_refused_stage_is_cancelled_and_status_tells_why(
 ) -> None:
     slurm.submit.main(["name=refused", *settings, "data.conversations=[nowhere.jsonl]"])
     states = {stage: cluster.wait(job) for stage, job in jobs(root / "refused").items()}
-    assert states == {"extract": "FAILED"} | dict.fromkeys(STAGES[2:], "CANCELLED")
+    assert states == {"extract": "FAILED"} | dict.fromkeys(ALONE[1:], "CANCELLED")
     code, told = status(root / "refused", capsys)
     assert code == 1
     assert "nowhere.jsonl" in told
