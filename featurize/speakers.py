@@ -75,7 +75,11 @@ class Servers:
                 self.in_flight[url] -= 1
             if attempt < TRIES - 1:
                 await asyncio.sleep(2**attempt if len(self.urls) == 1 else 0)
-        raise Unanswered(f"{url}/completions keeps failing: {told!r}")
+        reason = f"{type(told).__name__}: {told}".splitlines()[0]
+        raise Unanswered(
+            f"{url}/completions keeps failing: {reason}; "
+            "generate.urls names the servers, and generate.urls=[] runs the target in this process"
+        )
 
 
 class InProcess:

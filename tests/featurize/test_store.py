@@ -256,6 +256,6 @@ def test_a_run_keeps_the_features_that_it_has(tmp_path):
 def test_processes_that_start_at_once_share_the_link(tmp_path):
     (tmp_path / "a/features").mkdir(parents=True)
     with ThreadPoolExecutor(8) as pool:
-        for _ in range(100):
+        for _ in range(400):
             list(pool.map(lambda _: link_features(tmp_path / "run", "a"), range(8)))
             (tmp_path / "run/features").unlink()
