@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -30,7 +31,7 @@ from train.objective import Objective, judge
 from train.optimizer import Optimizer
 from train.packs import Pack, row_count
 from train.plan import Costs
-from train.start import fit_start
+from train.start import Regression, Rows, add_projected, fit_start
 
 HIDDEN, VOCABULARY = 12, 20
 MTP = ["draft.algorithm=mtp", "draft.vocab_size=null"]
@@ -146,6 +147,30 @@ def test_a_linear_target_is_known_at_the_start():
     fit_start(objective, lambda: [pack])
     after, _ = judge(objective, pack, objective.unroll(pack, None))
     assert after[:, 0].mean() > 0.8 and (after.nanmean(0) > before.nanmean(0) + 0.3).all()
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_later_steps_of_the_start_are_fitted_on_what_the_projection_so_far_feeds_back(normed):
+    torch.manual_seed(0)
+    head = random_head(config()).double()
+    head.family = dataclasses.replace(head.family, normed_feedback=normed)
+    objective: Any = SimpleNamespace(head=head, settings=ObjectiveConfig(unroll_steps=3))
+    feature, embedded, wanted, whole = (
+        torch.randn(*shape, HIDDEN, dtype=torch.float64) for shape in ((7,), (3, 7), (3, 7), (2 * HIDDEN,))
+    )
+    found = Regression(2 * HIDDEN, HIDDEN, whole)
+    add_projected(found, objective, Rows(feature, embedded, wanted), whole)
+
+    def norm(x: torch.Tensor, by: torch.nn.Module) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * by.get_parameter("weight")
+
+    gram, cross = torch.zeros_like(found.gram_WW), torch.zeros_like(found.cross_WH)
+    for k in range(3):
+        x = torch.cat((norm(feature, head.hidden_norm), embedded[k]), -1)
+        gram, cross = gram + 0.8**k * x.T @ x, cross + 0.8**k * x.T @ wanted[k]
+        feature = norm(x @ whole, head.final_norm) if normed else x @ whole
+    torch.testing.assert_close(found.gram_WW, gram, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.cross_WH, cross, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
