@@ -55,4 +55,5 @@ def read_subject(export: Path, settings: EvalConfig, model: TargetConfig) -> Sub
     if told := differing_target(made_for, describe(target)):
         raise Refused(f"{export} was made for another target than {model.path} ({told}); export it again")
     weights = file_sha256(weights_file(export))
-    return Subject(target, export, head, weights, head_key(export, weights), load_workload(settings, load_renderer(target, model)))
+    prompts = load_workload(settings, load_renderer(target, model))
+    return Subject(target, export, head, weights, head_key(export, weights), prompts)
