@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from featurize.encoding import ENCODINGS, Planes, decoded, encode, joined, stored
@@ -34,6 +33,7 @@ from featurize.teacher import Teaching, teacher_bytes
 from featurize.tokenised import TokenisedSet
 from featurize.vocabulary import draft_vocabulary
 from models.errors import Refused
+from models.terminal import tables
 
 BENCH_TOKENS = 16_384
 """Tokens of the shard that is measured."""
@@ -224,7 +224,7 @@ def show(speed: Speed, losses: dict[str, Loss], masses: dict[int, Mass], encodin
             name, f"{loss.bytes_per_token:,.0f}", errors, f"{loss.argmax:.2%}", f"{loss.logits_error:.4f}",
             f"{loss.kl:.5f}",
         )  # fmt: skip
-    console = Console(width=120)
+    console = tables()
     console.print(table)
     table = Table(
         "featurize.teacher_k", f"bytes/token ({encoding})", "probability on the draft vocabulary that is kept"

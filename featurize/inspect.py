@@ -18,6 +18,7 @@ from featurize.conversations import Conversation, Refusals
 from featurize.spans import Rendered, Renderer
 from featurize.tokenised import Document, render_documents
 from models.errors import Refused
+from models.terminal import tables
 
 
 def pieces(rendered: Rendered) -> Iterator[tuple[bool, tuple[int, ...]]]:
@@ -80,6 +81,6 @@ if __name__ == "__main__":
     def work(run: Run) -> None:
         """Show some of the run's documents."""
         renderer = load_renderer(describe_target(run.target), run.target)
-        inspect(run.data, renderer, run.inspect, Console(highlight=False))
+        inspect(run.data, renderer, run.inspect, tables())
 
     stage("inspect", work)

@@ -24,6 +24,7 @@ from models.doctor_values import judge_values
 from models.errors import Refused
 from models.heads import HeadFiles
 from models.target import Target, describe_target
+from models.terminal import tables
 
 
 def diagnose(directory: Path, target: Target | None = None, engine: str | None = None) -> list[Finding]:
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=[engine.lower() for engine in BOTH], help="ask for one engine only")
     asked = parser.parse_args()
     engine = next((name for name in BOTH if name.lower() == asked.engine), None)
-    console = Console(highlight=False)
+    console = tables()
     try:
         target = describe_target(TargetConfig(path=asked.target), "--target ") if asked.target else None
         findings = diagnose(asked.directory, target, engine)

@@ -29,6 +29,7 @@ from rich.text import Text
 
 from models.artefact import read_json
 from models.errors import Refused
+from models.terminal import tables
 from serve_eval.figures import figures, grouped
 from serve_eval.intervals import CONFIDENCE, ENOUGH_REPEATS, by_repeat, speeds, t_quantile
 from serve_eval.methods import PLAIN
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
     a, b = (read_sweep(Path(argument)) for argument in arguments)
     found = ratios(a, b)
     worse = [each for each in found if each.judged and verdict_of(each, confidence_of(found)) == "worse"]
-    out = console or Console(markup=False, emoji=False)  # names are no markup, whatever brackets they have
+    out = console or tables()
     out.print(f"A: {a.folder}\nB: {b.folder}")
     out.print(table_of(a, b, found))
     for line in changes_of_the_server(a, b, found):

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from models.errors import Refused
 from models.servers import PLAIN
+from models.terminal import tables
 from serve_eval.config import MonitorConfig
 from serve_eval.counters import CounterReset, Counters, difference, judge, parse_counters, queue_wait_ms
 
@@ -186,7 +187,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         raise Refused("monitor.servers is empty; name them: 'monitor.servers={chat: \"http://127.0.0.1:8000\"}'")
     servers: Mapping[str, str] = config.servers
     watches = [Watch(name, url) for name, url in servers.items()]
-    shown = console or Console(markup=False, emoji=False)  # names are no markup, whatever brackets they have
+    shown = console or tables()
     exported, stop = Exported(), (lambda: None)
     if config.port:
         registry = CollectorRegistry()

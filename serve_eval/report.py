@@ -22,6 +22,7 @@ from rich.text import Text
 from models.artefact import write_bytes
 from models.card import method_of_head
 from models.engines import HEADS
+from models.terminal import tables
 from serve_eval.axes import Summary, clients, head_of, measured_concurrencies, method_names, pooled_cells
 from serve_eval.beside import rows
 from serve_eval.overlap import THRESHOLD
@@ -307,7 +308,7 @@ def render_table(summary: Summary, console: Console | None = None) -> Group:
         parts.append(Text(f"warning: {warning}", style="yellow"))
     parts.append(Panel(" ".join(verdict(summary)), title="verdict", title_align="left"))
     group = Group(*parts)
-    (console or Console(markup=False, emoji=False)).print(group)  # names are no markup, whatever brackets they have
+    (console or tables()).print(group)
     return group
 
 

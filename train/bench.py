@@ -30,12 +30,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from models.artefact import write_json
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
+from models.terminal import tables
 from train.config import ObjectiveConfig, OptimConfig
 from train.measure import peak_memory
 from train.objective import Objective
@@ -329,7 +329,7 @@ def show(found: list[Measured]) -> None:
             f"{m.rows_per_s:,.0f}", f"{m.peak_bytes / 1e6:,.0f}", f"{m.matmul_efficiency:.0%}",
             "" if other is None else f"{m.tokens_per_s / other:.2f}",
         )  # fmt: skip
-    Console(width=120).print(table)
+    tables().print(table)
 
 
 def main() -> None:

@@ -24,12 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from featurize.store import link_features
 from models.artefact import read_json, write_json
 from models.errors import Refused
+from models.terminal import tables
 from train.measure import Journal
 from train.signals import PREEMPTED
 
@@ -137,13 +137,11 @@ def render_table(base: Path) -> None:
         al = "n/a" if found["al"] is None else f"{found['al']:.3f}"
         step = "n/a" if found["step"] is None else f"{found['step']:,}"
         table.add_row(name, al, step, found["state"])
-    console = Console()
+    console = tables()
     console.print(table)
     for setting, als in over_seeds(base).items():
-        mean, low, high = statistics.fmean(als), als[0], als[-1]
-        console.print(
-            f"{setting}: mean AL {mean:.3f} of {len(als)} seeds, from {low:.3f} to {high:.3f}", highlight=False
-        )
+        told = f"{setting}: mean AL {statistics.fmean(als):.3f} of {len(als)} seeds, from {als[0]:.3f} to {als[-1]:.3f}"
+        console.print(told, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def test_seeds_of_one_setting_are_told_together_with_their_spread(tmp_path: Path
     assert "base-lr-3e-4: mean AL 1.600 of 2 seeds, from 1.500 to 1.700" in told
 
 
+def test_a_table_in_a_log_is_not_cut_where_terminals_end(tmp_path: Path, capsys) -> None:
+    name = "base-" + "a" * 70
+    begin(tmp_path / "base", [name])
+    trained(tmp_path / name, 2.0)
+    render_table(tmp_path / "base")
+    assert f"{name} │             2.000 │" in capsys.readouterr().out
+
+
 def test_a_sweep_that_goes_on_keeps_its_earlier_runs(tmp_path: Path) -> None:
     begin(tmp_path / "base", ["base-a"])
     begin(tmp_path / "base", ["base-b", "base-a"])
