@@ -55,15 +55,33 @@ def test_the_configurations_in_the_documents_compose(tmp_path: Path) -> None:
     assert found == 2
 
 
-def first_page() -> list[list[str]]:
-    """The commands of docs/getting-started.md, as they stand."""
-    lines = [line for text in blocks(ROOT / "docs/getting-started.md", "sh") for line in text.splitlines()]
-    return [shlex.split(line)[2:] for line in lines]
+def commands(page: str) -> list[list[str]]:
+    """The commands of ours on a page, as they stand, without `python -m`."""
+    lines = [line for text in blocks(ROOT / page, "sh") for line in text.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line)[2:] for line in lines if line.startswith("python -m ")]
 
 
-def test_the_first_page_runs_on_a_tiny_target(tmp_path, tiny_target_dir, tiny_conversations, tiny_prompts) -> None:
-    given = [
-        f"root={tmp_path}",
+def run(words: list[str], given: list[str]) -> str:
+    """What a command prints with these options besides its own."""
+    module, overrides = words[0], words[1:]
+    server = ["engine.kind=none"] if module == "serve_eval" else []
+    done = subprocess.run(
+        [sys.executable, "-m", module, *overrides, *given, *server],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory, tiny_target_dir, tiny_conversations, tiny_prompts) -> list[str]:
+    """What makes the pages' run one of seconds, in a folder of its own."""
+    return [
+        f"root={tmp_path_factory.mktemp('runs')}",
         f"target.path={tiny_target_dir}",
         "target.dtype=float32",
         f"data.conversations=[{tiny_conversations}]",
@@ -78,25 +96,38 @@ def test_the_first_page_runs_on_a_tiny_target(tmp_path, tiny_target_dir, tiny_co
         "eval.concurrencies=[1,2]",
         "eval.max_new_tokens=8",
     ]
-    made = tmp_path / "one_gpu"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    commands = first_page()
+
+
+@pytest.fixture(scope="module")
+def made(given: list[str]) -> Path:
+    """The folder of the run of docs/getting-started.md, whose commands have run as they stand."""
+    folder = Path(given[0].removeprefix("root=")) / "one_gpu"
+    page = commands("docs/getting-started.md")
     stages = ["featurize", "train", "models.export", "serve_eval"]
-    assert [words[0] for words in commands] == [*stages, "featurize.inspect", *stages]
-    for words in commands:
-        module, overrides = words[0], words[1:]
-        server = ["engine.kind=none"] if module == "serve_eval" else []
-        done = subprocess.run(
-            [sys.executable, "-m", module, *overrides, *given, *server],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        if "dry_run=true" in overrides:
-            assert "writes: " in done.stdout
-            assert not made.exists()
+    assert [words[0] for words in page] == [*stages, "featurize.inspect", *stages]
+    for words in page:
+        told = run(words, given)
+        if "dry_run=true" in words:
+            assert "writes: " in told
+            assert not folder.exists()
+    return folder
+
+
+def test_the_first_page_runs_on_a_tiny_target(made: Path) -> None:
     for left in ("features/manifest.json", "train/curves.png", "export/export.json", "eval/report.html"):
         assert (made / left).exists()
+
+
+@pytest.mark.parametrize("page", ["data", "training", "choosing-k", "serving"])
+def test_what_needs_no_engine_on_the_other_pages_runs_on_what_the_first_made(
+    page: str, made: Path, given: list[str]
+) -> None:
+    here = {"featurize.inspect", "featurize.verify", "train", "train.sweep"}
+    ours = [
+        [word.replace("experiment=demo", "experiment=one_gpu") for word in words]
+        for words in commands(f"docs/{page}.md")
+        if words[0] in here or "engine=none" in words
+    ]
+    assert ours
+    for words in ours:
+        assert run(words, given).strip(), f"{words} says nothing"
