@@ -6,7 +6,8 @@ with nothing else on them; the processes are bound to them.
 1. The client alone, on one core: 256 concurrent streams of 50 chunks/s. Its gaps between chunks are compared with
    those at which the chunks were sent: their difference is the client's doing (and the kernel's).
 2. The gateway with 64 concurrent streams of 50 chunks/s on its core: TTFT through it and directly, in turns, client and
-   server sharing the other core. The first answer of each client is left out, because they all start at once.
+   server sharing the other core. The first answer of each client is left out, because they all start at once. The CPU
+   time per chunk beside it says how far the core is from full, from where on TTFT is a queue's.
 3. 10,000 requests through a gateway on the client's own event loop: what is left of them afterwards.
 
 `python -m serve_eval.bench client`, `... gateway` or `... leaks` measures one of them.
@@ -94,7 +95,10 @@ def _serve_gateway(ready: multiprocessing.connection.Connection, backend: str, c
         ready.send(await port_of(server, serving))
         await serving
 
-    asyncio.run(main())
+    make_loop = (
+        server.config.get_loop_factory() or asyncio.new_event_loop
+    )  # uvicorn's own choice: uvloop, if it is there
+    make_loop().run_until_complete(main())
 
 
 async def port_of(server: uvicorn.Server, serving: asyncio.Task[None]) -> int:

@@ -247,15 +247,13 @@ class Proxy:
             self.metrics.retries.labels(route).inc()
 
     async def _try(self, choice: Choice, request: Request, body: bytes) -> Opened:
+        url = choice.backend.config.url.rstrip("/") + request.scope["raw_path"].decode("ascii")
+        if query := request.scope["query_string"]:
+            url += f"?{query.decode('ascii')}"
         headers = end_to_end(request.headers.raw, without=frozenset({b"host", b"content-length"}))
-        try:
-            url = choice.backend.config.url.rstrip("/") + request.scope["raw_path"].decode("ascii")
-            if query := request.scope["query_string"]:
-                url += f"?{query.decode('ascii')}"
-            sent = httpx.Request(request.method, url, headers=headers, content=body, extensions=self.extensions)
-        except (UnicodeDecodeError, httpx.InvalidURL):
-            raise Unanswered(400, "bad_url", "path and query are none of a URL") from None
-        response = await self.transport.handle_async_request(sent)
+        response = await self.transport.handle_async_request(
+            httpx.Request(request.method, url, headers=headers, content=body, extensions=self.extensions)
+        )
         stream = response.stream
         assert isinstance(stream, httpx.AsyncByteStream)
         try:

@@ -48,6 +48,12 @@ def test_a_cell_pools_its_windows() -> None:
     assert (told["requests"], told["seconds"], told["window_seconds"]) == (3, 5.0, [2.0, 3.0])
 
 
+def test_percentiles_are_of_all_requests_and_all_gaps() -> None:
+    told = figures([window("none", [request(str(n), 10, ttft=float(n), gaps=(2.0 * n,)) for n in range(101)])])
+    assert told["ttft_ms"] == {"p50": 50, "p95": 95, "p99": 99}
+    assert told["itl_ms"] == {"p50": 100, "p95": 190, "p99": 198}
+
+
 def test_failed_requests_have_no_rate_and_unknown_counts_no_lengths() -> None:
     failed: dict[str, Any] = {
         "id": "a",

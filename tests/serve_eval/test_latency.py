@@ -142,3 +142,11 @@ def test_what_is_left_out_is_not_seen_by_the_model_that_is_judged() -> None:
     model = model_of(windows, METHODS, PROMPTS) or {}
     errors = [each["error"] for each in model["held_out"] if each["left_out"] == "concurrency 16"]
     assert errors == pytest.approx([2.0] * 3, abs=0.1)
+
+
+def test_clients_that_are_partly_idle_are_in_flight_for_their_share_only() -> None:
+    windows = machine(METHODS, [1, 4, 16])
+    idle = {place: record | {"seconds": 2 * record["seconds"]} for place, record in windows.items()}
+    model = model_of(idle, METHODS, PROMPTS)
+    assert model is not None
+    assert model["in_flight_share"] == pytest.approx(0.5)

@@ -46,9 +46,9 @@ def page(text: str) -> tuple[str, HTTPServer]:
 
 def test_a_row_tells_the_interval_and_not_the_servers_life() -> None:
     with running(Behaviour(accepted_per_draft=1, waiting=3)) as (url, stub), client() as http:
-        watched = Watch("chat", url)
+        watched, stub.queue_s = Watch("chat", url), 4.0
         (first,) = watched.look(http)
-        assert (first.al, first.note) == (None, "first reading"), "100 drafts of before are nobody's"
+        assert (first.al, first.note) == (None, "first reading"), "100 drafts and waits of before are nobody's"
         post(url)
         stub.queue_s += 0.5
         (row,) = watched.look(http)

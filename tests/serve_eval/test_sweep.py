@@ -12,14 +12,15 @@ import pytest
 
 from models.config import EngineConfig
 from models.errors import Refused
-from serve_eval.config import EvalConfig
+from models.servers import attached
+from serve_eval.config import EvalConfig, SamplingConfig
 from serve_eval.figures import compare_outputs, crossover
-from serve_eval.methods import methods_of
+from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt
 from serve_eval.report import render_table, write_report
 from serve_eval.sweep import choose_prompts, run_sweep, window_keys
-from serve_eval.windows import Load
-from tests.serve_eval.stub import Behaviour
+from serve_eval.windows import Load, Place, measure
+from tests.serve_eval.stub import Behaviour, running
 
 Make = Callable[..., EngineConfig]
 Starts = Callable[[], list[dict[str, Any]]]
@@ -216,6 +217,20 @@ def test_outputs_that_differ_are_named(sweep: Callable[..., dict[str, Any]], fak
         "identical": 0,
         "differing": ["chat-0", "chat-1", "code-0", "code-1"],
     }
+
+
+def test_a_repeat_draws_other_samples_and_every_method_the_same(numbered_prompts: list[Prompt]) -> None:
+    settings = EvalConfig(max_new_tokens=4, sampling={"chat": SamplingConfig(temperature=0.7)}, request_timeout_s=10)
+    drawn = []
+    with running(Behaviour()) as (url, stub):
+        for name, repeat in (("none", 0), ("none", 1), ("eagle3", 1)):
+            stub.bodies.clear()
+            place = Place(name, Load(2), "chat", repeat)
+            measure(attached(url, "eval.methods"), Method(name), place, numbered_prompts[:4], settings)
+            drawn.append({body["prompt"][0]: body["seed"] for body in stub.bodies})
+    assert len(drawn[0].keys()) == 4
+    assert not set(drawn[0].values()) & set(drawn[1].values())
+    assert drawn[1] == drawn[2]
 
 
 def cell(method: str, concurrency: int, **answers: list[int] | str) -> dict[str, Any]:
