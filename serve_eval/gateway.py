@@ -18,28 +18,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import re
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import httpx
 import uvicorn
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -49,8 +39,9 @@ from starlette.types import Receive, Scope, Send
 from models.errors import Refused
 from serve_eval.config import GatewayConfig
 from serve_eval.counters import Counters, parse_counters
+from serve_eval.gateway_metrics import Metrics
 from serve_eval.policy import Policy
-from serve_eval.router import Acceptance, Backend, Choice, NoBackend, QueueFull, Router
+from serve_eval.router import Backend, Choice, NoBackend, QueueFull, Router
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +58,6 @@ _OWN_FIGURES = re.compile(rb'"speculative_decoding"\s*:\s*(\{[^{}]*\})')
 _METRICS_WANTED = re.compile(
     r"^(?:# \w+ )?vllm:(?:spec_decode_|num_requests_|request_queue_time_seconds_(?:sum|count))"
 )
-_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -90,46 +80,6 @@ def own_figures(tail: bytes) -> tuple[int, int] | None:
         return int(told["num_spec_steps"]), int(told["num_accepted_draft_tokens"])
     except (IndexError, ValueError, KeyError, TypeError):
         return None
-
-
-class Metrics:
-    """The gateway's Prometheus metrics; a route is one that the policy knows, so that clients cannot invent any."""
-
-    def __init__(self, router: Router) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        name = "draftsmith_gateway"
-        self.requests = Counter(
-            f"{name}_requests", "Requests sent on", ["route", "method", "reason"], registry=registry
-        )
-        self.failures = Counter(
-            f"{name}_failures", "Requests not answered in full", ["route", "why"], registry=registry
-        )
-        self.retries = Counter(f"{name}_retries", "Requests sent once more", ["route"], registry=registry)
-        self.first_byte = Histogram(
-            f"{name}_first_byte_seconds", "To the first byte", ["route", "method"], registry=registry, buckets=_BUCKETS
-        )
-        self.queue_seconds = Histogram(
-            f"{name}_queue_seconds", "Wait for a slot", ["route"], registry=registry, buckets=(0.001, *_BUCKETS)
-        )
-        queue = Gauge(f"{name}_queue", "Requests that wait for a slot", registry=registry)
-        queue.set_function(lambda: len(router.waiting))
-        al = Gauge(f"{name}_al", "Acceptance length over the window; NaN when unknown", ["route"], registry=registry)
-        for route, window in router.acceptance.items():
-            al.labels(route).set_function(partial(_al, window))
-        gauges: dict[str, tuple[str, Callable[[Backend], float]]] = {
-            "in_flight": ("Requests in flight at the backend", lambda each: each.load),
-            "up": ("Whether the backend is up", lambda each: each.up),
-            "queue_wait_ms": ("Mean wait in the engine's queue", lambda each: each.queue_wait_ms or 0.0),
-        }
-        for key, (about, value) in gauges.items():
-            gauge = Gauge(f"{name}_backend_{key}", about, ["backend", "method"], registry=registry)
-            for backend in router.backends:
-                gauge.labels(backend.config.url, backend.config.method).set_function(partial(value, backend))
-
-
-def _al(window: Acceptance) -> float:
-    return math.nan if window.al is None else window.al
 
 
 @dataclass

@@ -41,6 +41,9 @@ def test_a_sweep_is_an_array_with_a_run_of_its_own_for_every_task(
     (run.parent / names[1] / "train/manifest.json").write_text('{"best_al": 1.5, "best_step": 3}')
     slurm.submit.main([*SWEEP, *overrides])
     assert option(stub.submitted()[103], "array") == "0,2,3", "only what is missing"
+    stub.queue(("103_0", "train", "RUNNING"), run=run)
+    slurm.submit.main([*SWEEP, *overrides])
+    assert stages_of(stub)[4:] == ["table"] and option(stub.submitted()[105], "dependency") == "afterany:103"
 
 
 def test_with_engines_every_method_on_every_engine_is_a_task_and_the_evaluation_joins_them(
