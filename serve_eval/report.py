@@ -89,6 +89,10 @@ def verdict(summary: Summary) -> list[str]:
         told.append(f"Every route gains, most of all {gains[0]} ({number(here[gains[0]])}x).")
     elif losses and not gains:
         told.append("No route gains there.")
+    ranges = {route: each.get(str(lowest)) for route, each in (served.get("interval_by_route") or {}).items()}
+    unsure = [route for route, span in ranges.items() if span and span[0] <= 1 <= span[1]]
+    if unsure and len(here) > 1:
+        told.append(f"For {_listed(unsure)} that is not sure: the range includes 1; more eval.repeats would tell.")
     end = served["crossover_concurrency"]
     known = [ratio for ratio in served["speedup"].values() if ratio is not None]
     if end is not None and end > lowest:

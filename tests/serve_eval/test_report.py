@@ -87,6 +87,15 @@ def test_the_verdict_is_allowed_to_be_bad_news() -> None:
     assert "gain ends" not in said
 
 
+def test_a_gain_whose_range_includes_1_is_not_called_sure() -> None:
+    value = summary({1: {"all": 1.5, "chat": 1.4, "json": 1.6}}, None)
+    value["served"]["interval_by_route"] = {"chat": {"1": [0.9, 2.2]}, "json": {"1": [1.2, 2.1]}}
+    said = " ".join(verdict(value))
+    assert "For chat that is not sure: the range includes 1" in said
+    value["served"]["interval_by_route"]["chat"] = {"1": [1.1, 1.8]}
+    assert "not sure" not in " ".join(verdict(value))
+
+
 def test_a_gain_on_one_route_is_told_although_the_pool_loses() -> None:
     mixed: dict[int, dict[str, float | None]] = {1: {"all": 0.97, "chat": 0.8, "json": 1.2}}
     said = " ".join(verdict(summary(mixed, 1)))
