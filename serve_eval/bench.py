@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import uvicorn
+import uvloop
 
 from models.errors import Refused
 from models.servers import get
@@ -50,7 +51,7 @@ POLICY = Policy(routes={"all": RoutePolicy()})
 def load(url: str, count: int, concurrency: int, chunks: int) -> list[Outcome]:
     """A closed loop of `count` requests; every one of them must be answered."""
     prompts = [Prompt(str(index), "bench", (index,)) for index in range(count)]
-    window = asyncio.run(closed_loop(url, prompts, concurrency=concurrency, max_new_tokens=chunks, timeout_s=120))
+    window = uvloop.run(closed_loop(url, prompts, concurrency=concurrency, max_new_tokens=chunks, timeout_s=120))
     if failed := [outcome.failed for outcome in window.outcomes if outcome.failed]:
         raise Refused(f"{len(failed)} of {count} requests failed: {failed[0]}")
     return list(window.outcomes)

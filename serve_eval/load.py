@@ -9,8 +9,9 @@ server sends; when it does not, the count is unknown and says so.
 
 Every request ends: in its answer, in a failure with its reason, or at its timeout. Times are taken when a
 chunk is read from the socket, in this process; one event loop serves all clients. The client must not be what
-it measures, so its HTTP parser is compiled (aiohttp): `python -m serve_eval.bench` shows how far 256 streams
-are distorted on one core.
+it measures: its HTTP parser and event loop are compiled (aiohttp, uvloop), and what chunks say is read when the
+window is over, since the chunks of all other streams wait meanwhile. `python -m serve_eval.bench` shows how far
+256 streams are distorted on one core.
 """
 
 from __future__ import annotations
@@ -39,37 +40,72 @@ class Window:
     seconds: float
 
 
-async def _read(session: aiohttp.ClientSession, url: str, body: dict[str, Any], stream: Stream) -> None:
-    async with session.post(url, json=body) as response:
-        if response.status != 200:
-            said = " ".join((await response.read()).decode(errors="replace").split())
-            raise ValueError(f"HTTP {response.status}: {said[:200]}")
-        rest = first = b""
-        async for data in response.content.iter_any():
-            now = time.perf_counter()
-            first = first or data
+@dataclass
+class Received:
+    """What came in answer to a request.
+
+    Attributes:
+        started: when it was sent.
+        pieces: of the answer's body, each with the time at which it was read.
+        failed: why there is no whole answer.
+    """
+
+    prompt: Prompt
+    started: float
+    pieces: list[tuple[float, bytes]]
+    failed: str | None = None
+
+    def outcome(self, stream: Stream) -> Outcome:
+        """Read the pieces."""
+        try:
+            self._tell(stream)
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            return Outcome(self.prompt.id, self.prompt.route, failed=str(error) or type(error).__name__)
+        if self.failed is not None:
+            return Outcome(self.prompt.id, self.prompt.route, failed=self.failed)
+        if not stream.finished:
+            first = self.pieces[0][1] if self.pieces else b""
+            said = "" if b"data:" in first else f"; it began with: {_one_line(first)}"
+            told = f"the stream ended before the answer did{said}"
+            return Outcome(self.prompt.id, self.prompt.route, failed=told)
+        return stream.outcome(self.prompt, self.started)
+
+    def _tell(self, stream: Stream) -> None:
+        rest = b""
+        for now, data in self.pieces:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 event = line[5:].strip()
                 if line.startswith(b"data:") and event != b"[DONE]":
                     stream.take(json.loads(event), now)
-    if not stream.finished:
-        said = "" if b"data:" in first else f"; it began with: {' '.join(first.decode(errors='replace').split())[:200]}"
-        raise ValueError(f"the stream ended before the answer did{said}")
+
+
+def _one_line(said: bytes) -> str:
+    return " ".join(said.decode(errors="replace").split())[:200]
+
+
+async def _read(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], pieces: list[tuple[float, bytes]]
+) -> None:
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            raise ValueError(f"HTTP {response.status}: {_one_line(await response.read())}")
+        async for data in response.content.iter_any():
+            pieces.append((time.perf_counter(), data))
 
 
 async def _request(
     session: aiohttp.ClientSession, url: str, prompt: Prompt, ask: Ask, max_new_tokens: int, timeout_s: float
-) -> Outcome:
+) -> Received:
     path, body = ask.request(prompt, max_new_tokens)
-    stream, started = ask.stream(), time.perf_counter()
+    received = Received(prompt, time.perf_counter(), [])
     try:
-        await asyncio.wait_for(_read(session, f"{url}{path}", body, stream), timeout_s)
+        await asyncio.wait_for(_read(session, f"{url}{path}", body, received.pieces), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
-        return Outcome(prompt.id, prompt.route, failed=f"timeout after {timeout_s:g} s")
-    except (aiohttp.ClientError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        return Outcome(prompt.id, prompt.route, failed=str(error) or type(error).__name__)
-    return stream.outcome(prompt, started)
+        received.failed = f"timeout after {timeout_s:g} s"
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        received.failed = str(error) or type(error).__name__
+    return received
 
 
 def _session(timeout_s: float) -> aiohttp.ClientSession:
@@ -98,19 +134,19 @@ async def closed_loop(
     Returns:
         The window: outcomes in the order of `prompts`, seconds from the first request to the last answer.
     """
-    outcomes: dict[int, Outcome] = {}
+    received: dict[int, Received] = {}
     queue = iter(enumerate(prompts))
     async with _session(timeout_s) as session:
 
         async def worker() -> None:
             for index, prompt in queue:
                 asked = replace(ask, seed=ask.seed + index)
-                outcomes[index] = await _request(session, url, prompt, asked, max_new_tokens, timeout_s)
+                received[index] = await _request(session, url, prompt, asked, max_new_tokens, timeout_s)
 
         started = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(concurrency)))
         seconds = time.perf_counter() - started
-    return Window(tuple(outcomes[index] for index in range(len(prompts))), seconds)
+    return Window(tuple(received[index].outcome(ask.stream()) for index in range(len(prompts))), seconds)
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
@@ -140,13 +176,13 @@ async def open_loop(
     async with _session(timeout_s) as session:
         started = time.perf_counter()
 
-        async def send(index: int, prompt: Prompt, due: float) -> Outcome:
+        async def send(index: int, prompt: Prompt, due: float) -> Received:
             await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
             asked = replace(ask, seed=ask.seed + index)
             return await _request(session, url, prompt, asked, max_new_tokens, timeout_s)
 
         times = arrivals(len(prompts), rate, seed)
         sent = [send(index, prompt, due) for index, (prompt, due) in enumerate(zip(prompts, times, strict=True))]
-        outcomes = await asyncio.gather(*sent)
+        received = await asyncio.gather(*sent)
         seconds = time.perf_counter() - started
-    return Window(tuple(outcomes), seconds)
+    return Window(tuple(each.outcome(ask.stream()) for each in received), seconds)

@@ -6,7 +6,6 @@ window in which requests failed is kept as it was, and measured again by the nex
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -14,6 +13,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import uvloop
 
 from models.artefact import write_bytes
 from models.errors import Refused
@@ -140,7 +141,7 @@ def measure(server: Server, method: Method, place: Place, prompts: Sequence[Prom
     ask = Ask(sampling.temperature, sampling.top_p, settings.ignore_eos, seed, server.model, server.kind)
     before = read_counters(server)
     with watched_gpus(wanted=server.process is not None) as gpus:
-        window = asyncio.run(_send(server.url, prompts, load, settings, ask))
+        window = uvloop.run(_send(server.url, prompts, load, settings, ask))
     where = f"{place.method} at {load}, {place.route}"
     if all(outcome.failed for outcome in window.outcomes):
         raise Refused(f"{where}: every request failed ({window.outcomes[0].failed}); {server.last_words()}")
@@ -175,7 +176,7 @@ def warm_up(server: Server, prompts: Sequence[Prompt], settings: EvalConfig) -> 
     """A few short requests outside every window, from the end of the list, where windows take none if they can."""
     if not (some := list(prompts)[-settings.warmup_requests :] if settings.warmup_requests else []):
         return
-    asyncio.run(
+    uvloop.run(
         closed_loop(
             server.url,
             some,

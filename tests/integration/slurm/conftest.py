@@ -103,8 +103,9 @@ class Cluster:
             # A script that ends only now begins the delay anew, and backfill may hold on to an earlier one; but asked
             # for again and again, the groups of a heterogeneous job never begin together.
             for part in (part for part in held if time.monotonic() - asked.get(part, -math.inf) > 30):
-                # Not this very second: a node refuses a job that was revoked in the same one.
-                soon = ["scontrol", "update", f"JobId={part}", "StartTime=now+2"]
+                # Not this very second: a node refuses a job that was revoked in the same one. And slurmctld 22.05 has
+                # crashed over a heterogeneous job that began again while a node still told the end of its last steps.
+                soon = ["scontrol", "update", f"JobId={part}", f"StartTime=now+{12 if '+' in part else 2}"]
                 subprocess.run(soon, env=self.environment, capture_output=True)  # it may have begun meanwhile
                 asked[part] = time.monotonic()
             self.stir()
