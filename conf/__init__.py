@@ -262,21 +262,13 @@ def stage(
 
     try:
         arguments = _arguments()
-    except Refused as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    if arguments.multirun:
-        try:
+        if arguments.multirun:
             if sweep is None:
                 raise Refused("--multirun is for training; the other stages have nothing to sweep")
             sys.exit(sweep(arguments.overrides))
-        except Refused as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            sys.exit(2)
-    if not (arguments.hydra_help or arguments.info or arguments.cfg):
-        try:
+        if not (arguments.hydra_help or arguments.info or arguments.cfg):
             load(arguments.overrides)
-        except Refused as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            sys.exit(2)
+    except Refused as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
     hydra.main(config_path="pkg://conf", config_name="run", version_base="1.3")(guarded)()

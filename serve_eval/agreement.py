@@ -34,7 +34,7 @@ from serve_eval.config import EvalConfig
 from serve_eval.figures import figures
 from serve_eval.methods import Method, methods_of, opened
 from serve_eval.prompts import Prompt
-from serve_eval.sweep import choose_prompts
+from serve_eval.sweep import choose_prompts, in_server
 from serve_eval.windows import POOLED, Load, Place, measure, warm_up
 
 CONCURRENCY, TURNS, BAR = 4, 4, 0.10
@@ -230,7 +230,7 @@ if __name__ == "__main__":
 
         target = describe_target(run.target)
         renderer = load_renderer(target, run.target)
-        settings = replace(run.eval, max_new_tokens=run.eval.served_new_tokens or run.eval.max_new_tokens)
+        settings = in_server(run.eval)
         told = compare(
             run.engine,
             settings,

@@ -96,10 +96,7 @@ def _serve_gateway(ready: multiprocessing.connection.Connection, backend: str, c
         ready.send(await port_of(server, serving))
         await serving
 
-    make_loop = (
-        server.config.get_loop_factory() or asyncio.new_event_loop
-    )  # uvicorn's own choice: uvloop, if it is there
-    make_loop().run_until_complete(main())
+    uvloop.run(main())  # as uvicorn itself would, finding it there
 
 
 async def port_of(server: uvicorn.Server, serving: asyncio.Task[None]) -> int:

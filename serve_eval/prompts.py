@@ -110,6 +110,11 @@ def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt
     return prompts
 
 
+def contents(prompts: Sequence[Prompt]) -> list[list[Any]]:
+    """What prompts hold, as plain values, for fingerprints."""
+    return [[prompt.id, prompt.route, list(prompt.ids)] for prompt in prompts]
+
+
 def by_route(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     """Prompts grouped by route, routes and prompts in order of first appearance."""
     groups: dict[str, list[Prompt]] = {}

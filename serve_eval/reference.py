@@ -27,7 +27,7 @@ from serve_eval.cache import keeps_states
 from serve_eval.config import DraftingConfig, EvalConfig
 from serve_eval.decoder import Answer, decode, measure_costs
 from serve_eval.drafters import Drafter, make_drafter, sampling_of, shape_of
-from serve_eval.prompts import Prompt
+from serve_eval.prompts import Prompt, contents
 from serve_eval.servers import describe_machine
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,7 @@ def measured_key(
         head: as `head_key` tells it. machine: it is in it for the costs; all else would be the same anywhere.
     """
     asked = asdict(drafting) | {"model": describe(draft_model) if draft_model and drafting.model else None}
-    texts = [[prompt.id, prompt.route, list(prompt.ids)] for prompt in prompts]
-    return fingerprint([describe(target), head, max_new_tokens, machine, asked, k, texts])
+    return fingerprint([describe(target), head, max_new_tokens, machine, asked, k, contents(prompts)])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from models.errors import Refused
 from models.export import load_export, weights_file
 from models.target import Target, describe_target
 from serve_eval.config import EvalConfig
-from serve_eval.prompts import Prompt
+from serve_eval.prompts import Prompt, contents
 from serve_eval.reference import head_key
 from serve_eval.workloads import load_workload
 
@@ -40,8 +40,7 @@ class Subject:
     @property
     def identity(self) -> list[Any]:
         """What all of it is made of, for fingerprints."""
-        prompts = [[prompt.id, prompt.route, list(prompt.ids)] for prompt in self.prompts]
-        return [describe(self.target), self.exported, prompts]
+        return [describe(self.target), self.exported, contents(self.prompts)]
 
 
 def read_subject(export: Path, settings: EvalConfig, model: TargetConfig) -> Subject:

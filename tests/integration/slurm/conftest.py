@@ -160,7 +160,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         def start(*words: str) -> None:
             log = stack.enter_context((directory / f"{words[0]}.out.log").open("ab"))
             process = subprocess.Popen(
-                words, env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                words,
+                cwd=directory,  # where one that crashes leaves its core
+                env=cluster.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
             stack.callback(stop, process)
 
