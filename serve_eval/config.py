@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+POOLED = "all"
+"""The route that pools all others: in figures; in eval.sampling, of those that are not named; in a policy, of requests
+whose label it does not know."""
 
 @dataclass
 class DraftingConfig:
