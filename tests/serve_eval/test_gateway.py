@@ -23,12 +23,9 @@ import httpx
 import pytest
 import uvicorn
 
-from models.errors import Refused
 from models.servers import PLAIN
-from serve_eval.bench import Leftovers, leftovers
 from serve_eval.config import BackendConfig, GatewayConfig
 from serve_eval.gateway import end_to_end, make_server, own_figures, poll
-from serve_eval.pacer import serving_process
 from serve_eval.policy import Level, Policy, RoutePolicy, write_policy
 from serve_eval.router import Backend, Router
 from tests.serve_eval.stub import Behaviour, Stub, running
@@ -449,26 +446,6 @@ def test_keys_are_logged_nowhere(caplog: pytest.LogCaptureFixture) -> None:
 def test_headers_of_one_connection_are_not_passed_to_another() -> None:
     sent = [(b"Connection", b"close, X-Mine"), (b"X-Mine", b"1"), (b"TE", b"trailers"), (b"Accept", b"*/*")]
     assert end_to_end(sent) == [(b"accept", b"*/*")]
-
-
-def test_many_requests_leave_no_connection_and_no_task_behind() -> None:
-    assert leftovers(1000) == Leftovers(tasks=0, files=0, connections=0, slots=0)  # serve_eval.bench sends 10,000
-
-
-def dies(ready: Any) -> None:
-    sys.exit(3)
-
-
-def test_a_benchmarks_server_that_dies_is_told_and_not_waited_for() -> None:
-    with pytest.raises(Refused, match="ended before it listened"), serving_process(dies):
-        pytest.fail("it listens")
-
-
-def test_what_a_benchmark_does_not_know_is_refused_before_anything_is_measured() -> None:
-    words = [sys.executable, "-m", "serve_eval.bench", "leaks", "leeks"]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "bench: leeks is not one of client, gateway, leaks\n"
 
 
 def test_on_sigterm_what_is_in_ends_as_usual_and_the_process_leaves_with_zero(tmp_path: Path) -> None:
