@@ -30,12 +30,12 @@ from models.artefact import read_json
 from models.config import EngineConfig
 from models.errors import Refused
 from models.servers import Server, find_interpreter, last_lines, local, own_environment
-from serve_eval.config import EvalConfig
+from serve_eval.config import POOLED, EvalConfig
 from serve_eval.figures import figures
-from serve_eval.methods import Method, methods_of, opened
+from serve_eval.methods import PLAIN, Method, methods_of, opened
 from serve_eval.prompts import Prompt
 from serve_eval.sweep import choose_prompts, in_server
-from serve_eval.windows import POOLED, Load, Place, measure, warm_up
+from serve_eval.windows import Load, Place, measure, warm_up
 
 CONCURRENCY, TURNS, BAR = 4, 4, 0.10
 OURS, THEIRS = "the sweep's client", "vllm bench serve"
@@ -184,8 +184,8 @@ def compare(
     if engine.kind != "vllm":
         raise Refused(f"engine.kind={engine.kind}: vllm bench serve is a part of vllm")
     methods = methods_of(settings, head, settings.served_k or settings.k)
-    first = settings.methods[0].method if settings.methods else methods[-1].method
-    method = next(each for each in methods if each.method == first)
+    alone = bool(settings.methods) and settings.methods[0].method == PLAIN
+    method = methods[0 if alone else 1]
     greedy, texts = replace(settings, sampling={}), texts_of(prompts, tokenizer)
     with opened(engine, target_path, method, directory) as server:
         warm_up(server, prompts, greedy)

@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from serve_eval.config import POOLED
+
 INK, MUTED, GRID = "#1c2330", "#667085", "#e4e7ec"
 BASELINE, SPECULATION, LOSS = "#98a2b3", "#2f5fd0", "#c0392b"
 ROUTES = ("#2f5fd0", "#d97706", "#12805c", "#a23b9c", "#0e8fa8", "#b4413c", "#6b5bd2", "#7a6a00")
@@ -31,7 +33,7 @@ def clients(end: float) -> str:
     return f"{end:.0f}" if end >= 10 else f"{round(end, 1):g}"
 
 
-def pooled_cells(served: Summary, route: str = "all") -> dict[tuple[str, int], Mapping[str, Any]]:
+def pooled_cells(served: Summary, route: str = POOLED) -> dict[tuple[str, int], Mapping[str, Any]]:
     """(method, concurrency) -> cell of one route; by default of all pooled."""
     return {(cell["method"], cell["concurrency"]): cell for cell in served["cells"] if cell["route"] == route}
 
@@ -39,6 +41,11 @@ def pooled_cells(served: Summary, route: str = "all") -> dict[tuple[str, int], M
 def measured_concurrencies(served: Summary) -> list[int]:
     """The concurrencies that were measured, ascending."""
     return sorted({cell["concurrency"] for cell in served["cells"]})
+
+
+def head_of(served: Summary) -> str:
+    """The method that the summary's first figures are about."""
+    return str(served.get("head", "eagle3"))
 
 
 def method_names(served: Summary) -> dict[str, str]:
@@ -55,15 +62,20 @@ def method_color(served: Summary, name: str) -> str:
     """Grey for the server alone, blue for the head (the summary's first method), another for each other method."""
     if name == "none":
         return BASELINE
-    if name == served.get("head", "eagle3"):
+    if name == head_of(served):
         return SPECULATION
-    others = [each for each in method_names(served) if each not in ("none", served.get("head", "eagle3"))]
+    others = [each for each in method_names(served) if each not in ("none", head_of(served))]
     return METHOD_COLORS[others.index(name) % len(METHOD_COLORS)]
 
 
-def head_of(served: Summary) -> str:
-    """The method that the summary's first figures are about."""
-    return str(served.get("head", "eagle3"))
+def drafted(summary: Summary) -> str:
+    """How far the reference decoder drafted: "k = 4", or "a tree of 21 drafts"."""
+    return str(summary["reference"].get("how") or f"k = {summary['k']}").rpartition(", ")[2]
+
+
+def named(route: str) -> str:
+    """A route as a label: matplotlib leaves those that begin with an underscore out of legends."""
+    return f" {route}" if route.startswith("_") else route
 
 
 def plain_axes(axes: Axes) -> None:

@@ -189,7 +189,10 @@ def main() -> None:
 
     if help.asks_for_help(sys.argv[1:]):
         help.tell()
-    asked = sys.argv[1:] or ["client", "gateway", "leaks"]
+    known = ["client", "gateway", "leaks"]
+    asked = sys.argv[1:] or known
+    if strange := [what for what in asked if what not in known]:
+        raise Refused(f"{strange[0]} is not one of {', '.join(known)}")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise Refused("the benchmark wants two cores, one for the server")
@@ -199,10 +202,8 @@ def main() -> None:
             bench_client(cores)
         elif what == "gateway":
             bench_gateway(cores)
-        elif what == "leaks":
-            print(f"leaks: {REQUESTS:,} requests left {leftovers(REQUESTS)}")
         else:
-            raise Refused(f"{what} is not one of client, gateway, leaks")
+            print(f"leaks: {REQUESTS:,} requests left {leftovers(REQUESTS)}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from models.artefact import file_sha256, read_json
 from models.errors import Refused
 from models.export import weights_file
 from models.target import Target
-from serve_eval.config import EvalConfig
+from serve_eval.config import POOLED, EvalConfig
 from serve_eval.prompts import Prompt
 from serve_eval.reference import head_key, measured_key
 
@@ -58,4 +58,4 @@ def rows(summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[fl
         (route, [each["al"], *(other["routes"].get(route) for other in others)])
         for route, each in reference["routes"].items()
     ]
-    return heads, [*table, ("all", [reference["al"], *(other["al"] for other in others)])]
+    return heads, [*table, (POOLED, [reference["al"], *(other["al"] for other in others)])]

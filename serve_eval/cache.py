@@ -6,6 +6,9 @@ its ancestors and itself, and nothing else; once a path is accepted, `move` brin
 without drafts would have them. Rotary embeddings follow the position, so that they stay right. What lies behind
 a request's end is never visible and is overwritten by the next round.
 
+Layers with a sliding window (Gemma 3, Mistral) see the part of this that lies in the window: by position, so that a
+node sees what its text would. A window is taken to be longer than a tree is deep.
+
 Linear attention keeps one state instead of keys, from which no draft can be taken back. A target with such layers
 (Qwen3-Next, Qwen3.5) reads the whole text again in each round: slower, and for chains only.
 
@@ -24,8 +27,9 @@ import torch
 from models.errors import Refused
 from models.planes import FINAL, captured, decoder_of
 
-BY_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers, as transformers calls them, that keep keys and values and nothing else."""
+WINDOWED = "sliding_attention"
+BY_KEYS = {"full_attention", WINDOWED}
+"""Types of layers, as transformers calls them, that keep keys and values, and of which the mask is known here."""
 
 
 def keeps_states(config: Any) -> bool:
@@ -183,6 +187,9 @@ class CachedModel:
         self.aux_layers, self.cache = tuple(aux_layers), Text() if keeps_states(config) else RaggedCache()
         self.decoder = decoder_of(model, config.num_hidden_layers)
         self.lm_head = model.get_output_embeddings()
+        types = getattr(config, "layer_types", None) or ()
+        self.mixed = WINDOWED in types
+        self.window: int | None = getattr(config, "sliding_window", None) if self.mixed or not types else None
 
     def read(
         self, ids_BQ: torch.Tensor, places: Places, only_B: torch.Tensor | None = None
@@ -206,7 +213,18 @@ class CachedModel:
         return self.decoder(
             input_ids=ids_BQ,
             position_ids=places.positions_BQ,
-            attention_mask=self.cache.place(places),
+            attention_mask=self._mask(self.cache.place(places), places.positions_BQ),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state
+
+    def _mask(self, seen_B1QC: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The keys that layers see: those of the window, or by type of layer where not all have one.
+
+        transformers takes a mask of four dimensions as it is, and would lay no window over it.
+        """
+        if self.window is None:
+            return seen_B1QC
+        columns_C = torch.arange(seen_B1QC.shape[-1], device=seen_B1QC.device)
+        near_B1QC = seen_B1QC & (columns_C > positions_BQ[:, None, :, None] - self.window)
+        return {"full_attention": seen_B1QC, WINDOWED: near_B1QC} if self.mixed else near_B1QC

@@ -30,11 +30,12 @@ from rich.text import Text
 from models.artefact import read_json
 from models.errors import Refused
 from models.terminal import tables
+from serve_eval.config import POOLED
 from serve_eval.figures import figures, grouped
 from serve_eval.intervals import CONFIDENCE, ENOUGH_REPEATS, by_repeat, speeds, t_quantile
 from serve_eval.methods import PLAIN
 from serve_eval.policy import read_records, windows_of
-from serve_eval.windows import POOLED, Load, Place, Record, acceptance_of, place_of
+from serve_eval.windows import Load, Place, Record, acceptance_of, place_of
 
 Cell = tuple[str, Load, str]
 """Method, load, route."""
@@ -91,7 +92,7 @@ def welch(before: Sequence[float], after: Sequence[float]) -> tuple[float, float
     assert a_squared is not None and b_squared is not None
     total = a_squared + b_squared
     parts = a_squared**2 / (len(before) - 1) + b_squared**2 / (len(after) - 1)
-    return b - a, math.sqrt(total), total**2 / parts if parts else math.inf
+    return b - a, math.sqrt(total), total**2 / parts if parts else len(before) + len(after) - 2
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,10 @@ def _figure(sweep: Sweep, ratio: Ratio) -> float | None:
     told = figures(sweep.groups[ratio.cell])
     if ratio.what == "AL":
         return told["al"]
-    rate, base = told["output_tokens_per_s"], figures(sweep.groups.get((PLAIN, load, route), []))["output_tokens_per_s"]
+    rate = told["output_tokens_per_s"]
     if ratio.what == "tokens/s" or rate is None:
         return rate
+    base = figures(sweep.groups[PLAIN, load, route])["output_tokens_per_s"]
     return rate / base if base else None
 
 

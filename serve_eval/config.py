@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+FOUND_AGAIN = (2, 4)
+"""Least and most tokens that prompt lookup finds again, unless told otherwise."""
+POOLED = "all"
+"""The route that pools all others: in figures; in eval.sampling, of those that are not named; in a policy, of requests
+whose label it does not know."""
+HEAD = "head"
+"""In eval.methods: the exported head, of whichever kind it is."""
+SERVED = ("none", "eagle3", "mtp", "draft_model", "ngram", "suffix")
+"""Methods that a server can be started with."""
+METHODS = {"vllm": SERVED, "sglang": ("none", "eagle3", "mtp", "draft_model", "ngram")}
+"""Those that each engine can be started with here."""
+
 
 @dataclass
 class DraftingConfig:
@@ -35,8 +47,8 @@ class DraftingConfig:
     top_k: int = 0
     draft_sample_method: str = "greedy"
     seed: int = 0
-    lookup_min: int = 2
-    lookup_max: int = 4
+    lookup_min: int = FOUND_AGAIN[0]
+    lookup_max: int = FOUND_AGAIN[1]
 
     def __post_init__(self) -> None:
         choices = {
@@ -93,8 +105,8 @@ class MethodConfig:
     """One way of serving the target in the sweep.
 
     Attributes:
-        method: "none", "eagle3" or "mtp" (the exported head), "draft_model", "ngram" (prompt lookup) or "suffix"
-            (of vLLM, with the package arctic-inference in its environment).
+        method: "none", "head" (the exported one: "eagle3" or "mtp", which can be named too), "draft_model", "ngram"
+            (prompt lookup) or "suffix" (of vLLM, with the package arctic-inference in its environment).
         k: drafted tokens per step; null takes eval.served_k, and without it the k that the reference decoder chose.
         model: the draft model of method=draft_model: a local directory, or a name that the engine can resolve.
         lookup_min, lookup_max: tokens that prompt lookup must and may find again.
@@ -102,16 +114,16 @@ class MethodConfig:
             nobody else use it meanwhile.
     """
 
-    method: str = "eagle3"
+    method: str = HEAD
     k: int | None = None
     model: str | None = None
-    lookup_min: int = 2
-    lookup_max: int = 4
+    lookup_min: int = FOUND_AGAIN[0]
+    lookup_max: int = FOUND_AGAIN[1]
     url: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in SERVED:
-            raise ValueError(f"eval.methods: method={self.method} is not one of {', '.join(SERVED)}")
+        if self.method not in (HEAD, *SERVED):
+            raise ValueError(f"eval.methods: method={self.method} is not one of {', '.join((HEAD, *SERVED))}")
         if self.k is not None and (self.k < 1 or self.method == "none"):
             raise ValueError(f"eval.methods: method={self.method} with k={self.k}; k is at least 1, and none has none")
         if (self.method == "draft_model") != (self.model is not None) and self.url is None:
@@ -122,12 +134,6 @@ class MethodConfig:
             )
         if self.url is not None:
             check_url(self.url, "eval.methods")
-
-
-SERVED = ("none", "eagle3", "mtp", "draft_model", "ngram", "suffix")
-"""Methods that a server can be started with."""
-METHODS = {"vllm": SERVED, "sglang": ("none", "eagle3", "mtp", "draft_model", "ngram")}
-"""Those that each engine can be started with here."""
 
 
 def check_url(url: str, key: str) -> None:
@@ -180,6 +186,8 @@ class EvalConfig:
         rates: further open-loop loads, in requests per second (Poisson arrivals).
         input_lengths: further routes of prompts of exactly so many tokens, in the served sweep only.
         requests_per_route: fixed prompts per route in each cell of the sweep.
+        warmup_requests: short requests to each server before it is measured.
+        request_timeout_s: after which a request counts as failed.
         sampling: route -> temperature and top_p in the served sweep; "all" for the routes that are not named.
         ignore_eos: answers of exactly `served_new_tokens` tokens instead of natural stops.
         seed: of arrivals and samples.
@@ -223,6 +231,10 @@ class EvalConfig:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
+        if self.warmup_requests < 0:
+            raise ValueError(f"eval.warmup_requests={self.warmup_requests} must not be negative")
+        if self.request_timeout_s <= 0:
+            raise ValueError(f"eval.request_timeout_s={self.request_timeout_s} must be positive")
         for key in ("rates", "input_lengths"):
             if min(getattr(self, key), default=1) <= 0:
                 raise ValueError(f"eval.{key}={getattr(self, key)} must be positive")
@@ -319,5 +331,7 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         if self.interval_s <= 0:
             raise ValueError(f"monitor.interval_s={self.interval_s} must be positive")
+        if self.readings is not None and self.readings < 1:
+            raise ValueError(f"monitor.readings={self.readings} must be at least 1; null goes on without end")
         for url in self.servers.values():
             check_url(url, "monitor.servers")

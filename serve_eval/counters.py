@@ -10,6 +10,7 @@ The price: counters are global to a server, so per-route figures need a window p
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from models.servers import Server, get
 
 IDLE_AL = 1.01
 """At or below this a head accepts practically nothing: a wrong method or a wrong export, not a weak head."""
+
+SETTLE_S = 5.0
+"""How long counters may take to come to rest."""
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
@@ -37,6 +41,10 @@ _SGLANG = {
 }
 """What means the same in SGLang's metrics."""
 _GAUGE = "sglang:spec_accept_length"
+_LINE = re.compile(
+    r"(?:# \w+ )?(?:vllm:(?:spec_decode_|num_requests_|request_queue_time_seconds_(?:sum|count))"
+    r"|sglang:(?:spec_accept_length|num_running_reqs|num_queue_reqs|queue_time_seconds_(?:sum|count)))"
+)
 
 
 class CounterReset(Refused):
@@ -95,14 +103,14 @@ class Acceptance:
         return 1 + self.accepted / self.drafts if self.drafts else None
 
     @property
-    def rate(self) -> float | None:
-        """Accepted share of the drafted tokens; None when nothing was drafted."""
-        return self.accepted / self.draft_tokens if self.draft_tokens else None
-
-    @property
     def positions(self) -> list[float] | None:
         """Share of drafting steps in which the i-th drafted token was accepted; None when nothing was drafted."""
         return [count / self.drafts for count in self.per_position] if self.drafts else None
+
+
+def counter_lines(text: str) -> str:
+    """Of an engine's /metrics the lines that `parse_counters` reads, for those who cannot wait for all of them."""
+    return "".join(line for line in text.splitlines(True) if _LINE.match(line))
 
 
 def parse_counters(text: str) -> Counters:
@@ -197,9 +205,11 @@ def difference(before: Counters, after: Counters) -> Acceptance | None:
 
 
 def judge(method: str, acceptance: Acceptance | None) -> str | None:
-    """A warning when speculation was asked for and is silently inactive, or None."""
+    """A warning when speculation was asked for and is silently inactive, or the other way round; or None."""
     if method == "none":
-        return None
+        if acceptance is None or not acceptance.drafts:
+            return None
+        return f"none: the server drafted in {acceptance.drafts} steps of the window: it is none without speculation"
     if acceptance is None:
         return f"{method}: the server has no speculation counters, AL is n/a; did it take the method?"
     if acceptance.al is None:
@@ -212,8 +222,8 @@ def judge(method: str, acceptance: Acceptance | None) -> str | None:
     return None
 
 
-def read_counters(server: Server, settle_s: float = 5.0) -> Counters:
-    """A server's counters once it is idle and they have come to rest.
+def read_counters(server: Server) -> Counters:
+    """A server's counters once it is idle and they have come to rest, or after SETTLE_S as they then are.
 
     An answer reaches the client before the engine has booked its last step, so one reading right
     after a window could miss it: two equal readings in a row, with nothing running, are wanted.
@@ -221,7 +231,7 @@ def read_counters(server: Server, settle_s: float = 5.0) -> Counters:
     Raises:
         Refused: /metrics cannot be read.
     """
-    deadline = time.monotonic() + settle_s
+    deadline = time.monotonic() + SETTLE_S
     earlier = None
     while True:
         try:

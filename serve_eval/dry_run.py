@@ -14,7 +14,7 @@ from models.target import describe_target
 from serve_eval.config import EvalConfig, MethodConfig
 from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.reference import check_tree
+from serve_eval.reference import check_tree, spoken
 from serve_eval.servers import describe_machine, speculation
 from serve_eval.sweep import check_possible, check_served_k, choose, in_server
 from serve_eval.workloads import load_workload
@@ -50,9 +50,9 @@ def tell(
     exported = (export / "export.json").exists()
     print(f"head: {export}" + ("" if exported else " (not there yet)"))
     print(f"prompts: {len(prompts)}, " + ", ".join(f"{route} {count}" for route, count in routes.items()))
-    drafter = "the head" if settings.drafting.method == "eagle3" else settings.drafting.method
+    drafter = "the head, " if settings.drafting.method == "eagle3" else ""
     print(
-        f"reference decoder: {drafter}, k = {settings.k}, up to "
+        f"reference decoder: {drafter}{spoken(settings.drafting, settings.k)}, up to "
         f"{len(prompts) * settings.max_new_tokens:,} tokens in batches of {settings.batch_size} on {settings.device}"
     )
     if settings.compare_with:

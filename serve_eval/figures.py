@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from models.config import EngineConfig
-from serve_eval.config import EvalConfig
+from serve_eval.config import POOLED, EvalConfig
 from serve_eval.intervals import CONFIDENCE, interval_from, paired_interval
 from serve_eval.methods import PLAIN, Method, the_head
 from serve_eval.overlap import overlap
-from serve_eval.windows import POOLED, Load, Place, Record, acceptance_of
+from serve_eval.windows import Load, Place, Record, acceptance_of
 
 Groups = dict[tuple[str, Load, str], list[Record]]
 """(method, load, route or "all") -> its windows."""
@@ -95,7 +95,7 @@ def _said(request: Mapping[str, Any]) -> Any:
     return request["text"] if request["token_ids"] is None else request["token_ids"]
 
 
-def compare_outputs(windows: Iterable[Record], method: str = "eagle3") -> dict[str, Any]:
+def compare_outputs(windows: Iterable[Record], method: str) -> dict[str, Any]:
     """A method's outputs against the baseline's in the same windows, greedy ones only: `prompts` compared, `identical`
     in every window, ids of the `differing`. Token for token where the server tells ids.
 

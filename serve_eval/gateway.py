@@ -20,7 +20,6 @@ import json
 import logging
 import re
 import signal
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -37,8 +36,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from models.errors import Refused
+from models.servers import PLAIN
 from serve_eval.config import GatewayConfig
-from serve_eval.counters import Counters, parse_counters
+from serve_eval.counters import Counters, counter_lines, parse_counters
 from serve_eval.gateway_metrics import Metrics
 from serve_eval.policy import Policy
 from serve_eval.router import Backend, Choice, NoBackend, QueueFull, Router
@@ -55,9 +55,6 @@ _HOP_BY_HOP = {
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
 _OWN_FIGURES = re.compile(rb'"speculative_decoding"\s*:\s*(\{[^{}]*\})')
-_METRICS_WANTED = re.compile(
-    r"^(?:# \w+ )?vllm:(?:spec_decode_|num_requests_|request_queue_time_seconds_(?:sum|count))"
-)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -253,8 +250,7 @@ async def poll(router: Router, client: httpx.AsyncClient, backend: Backend) -> N
             page = await client.get(f"{base}/metrics", timeout=5)
             if page.status_code == 200:
                 # an engine's page has thousands of lines, and parsing them all would hold every stream up
-                wanted = [line for line in page.text.splitlines(True) if _METRICS_WANTED.match(line)]
-                reading = parse_counters("".join(wanted))
+                reading = parse_counters(counter_lines(page.text))
     except httpx.ReadTimeout:
         pass
     except httpx.HTTPError:
@@ -285,22 +281,23 @@ def make_app(policy: Policy, config: GatewayConfig) -> Starlette:
     transport = httpx.AsyncHTTPTransport(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
-        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,
+        verify=PLAIN if plain else True,
     )
     client = httpx.AsyncClient(transport=transport)
 
-    async def keep_polling() -> None:
+    async def keep_polling(backend: Backend) -> None:
         while True:
             await asyncio.sleep(config.poll_s)
-            await asyncio.gather(*(poll(router, client, backend) for backend in router.backends))
+            await poll(router, client, backend)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await asyncio.gather(*(poll(router, client, backend) for backend in router.backends))
-        poller = asyncio.create_task(keep_polling())
+        pollers = [asyncio.create_task(keep_polling(backend)) for backend in router.backends]
         yield
-        poller.cancel()
-        await asyncio.gather(poller, return_exceptions=True)
+        for poller in pollers:
+            poller.cancel()
+        await asyncio.gather(*pollers, return_exceptions=True)
         await client.aclose()
 
     async def health(request: Request) -> Response:

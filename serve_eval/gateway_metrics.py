@@ -8,7 +8,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from serve_eval.router import Acceptance, Backend, Router
+from serve_eval.router import Backend, RecentAcceptance, Router
 
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -49,5 +49,5 @@ class Metrics:
                 gauge.labels(backend.config.url, backend.config.method).set_function(partial(value, backend))
 
 
-def _al(window: Acceptance) -> float:
+def _al(window: RecentAcceptance) -> float:
     return math.nan if window.al is None else window.al

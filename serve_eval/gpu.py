@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 
 COMMAND = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--loop-ms=500")
@@ -35,10 +36,13 @@ def watched_gpus(wanted: bool = True) -> Iterator[list[Seen]]:
     if program is None:
         yield seen
         return
-    process = subprocess.Popen([program, *COMMAND], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        yield seen
-    finally:
-        process.terminate()
-        if (told := parse(process.communicate()[0])) is not None:
-            seen.append(told)
+    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody empties would stop it when it is full
+        process = subprocess.Popen([program, *COMMAND], stdout=output, stderr=subprocess.DEVNULL)
+        try:
+            yield seen
+        finally:
+            process.terminate()
+            process.wait()
+            output.seek(0)
+            if (told := parse(output.read())) is not None:
+                seen.append(told)

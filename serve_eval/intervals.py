@@ -50,13 +50,13 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     return high
 
 
-def range_of(logs: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:
-    """The range of the geometric mean behind some logarithms of ratios; None of fewer than two."""
+def range_of(logs: Sequence[float]) -> list[float] | None:
+    """The range, at CONFIDENCE, of the geometric mean behind some logarithms of ratios; None of fewer than two."""
     if len(logs) < 2:
         return None
     mean = sum(logs) / len(logs)
     variance = sum((each - mean) ** 2 for each in logs) / (len(logs) - 1)
-    half = t_quantile(len(logs) - 1, confidence) * math.sqrt(variance / len(logs))
+    half = t_quantile(len(logs) - 1) * math.sqrt(variance / len(logs))
     return [round(math.exp(mean - half), 4), round(math.exp(mean + half), 4)]
 
 

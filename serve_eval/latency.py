@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from serve_eval.config import POOLED
 from serve_eval.figures import figures, grouped
 from serve_eval.methods import PLAIN, Method
-from serve_eval.windows import POOLED, Place, Record
+from serve_eval.windows import Place, Record
 
 LARGEST_K = 8
+"""Up to which throughput is predicted."""
 FEWEST = 3
 """Concurrencies without which there is nothing to be left out."""
 

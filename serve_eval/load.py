@@ -165,10 +165,9 @@ async def open_loop(
     rate: float,
     max_new_tokens: int,
     timeout_s: float,
-    seed: int = 0,
     ask: Ask = GREEDY,
 ) -> Window:
-    """Send every prompt once, at Poisson arrivals of `rate` per second; the same seed gives the same arrivals.
+    """Send every prompt once, at Poisson arrivals of `rate` per second; the same seed of `ask` gives the same.
 
     Returns:
         As `closed_loop`.
@@ -181,7 +180,7 @@ async def open_loop(
             asked = replace(ask, seed=ask.seed + index)
             return await _request(session, url, prompt, asked, max_new_tokens, timeout_s)
 
-        times = arrivals(len(prompts), rate, seed)
+        times = arrivals(len(prompts), rate, ask.seed)
         sent = [send(index, prompt, due) for index, (prompt, due) in enumerate(zip(prompts, times, strict=True))]
         received = await asyncio.gather(*sent)
         seconds = time.perf_counter() - started

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.config import EngineConfig
 from models.engines import HEADS
 from models.errors import Refused
 from models.servers import Server, attached, find_interpreter
-from serve_eval.config import EvalConfig, MethodConfig
+from serve_eval.config import FOUND_AGAIN, HEAD, EvalConfig, MethodConfig
 from serve_eval.servers import check_method, method_of, serving
 
 PLAIN = "none"
@@ -35,7 +35,7 @@ class Method:
     method: str = PLAIN
     k: int = 0
     model: str | None = None
-    lookup: tuple[int, int] = (2, 4)
+    lookup: tuple[int, int] = FOUND_AGAIN
     url: str | None = None
 
 
@@ -49,7 +49,10 @@ def methods_of(settings: EvalConfig, head: Path, k: int, of_head: str | None = N
     Raises:
         Refused: a method is named twice with the same k.
     """
-    asked = settings.methods or [MethodConfig(of_head or method_of(head))]
+    asked = [
+        replace(each, method=of_head or method_of(head)) if each.method == HEAD else each
+        for each in settings.methods or [MethodConfig()]
+    ]
     plain = next((each for each in asked if each.method == PLAIN), None)
     found = [Method(PLAIN, url=plain.url if plain else None)]
     often = Counter(each.method for each in asked)
@@ -83,7 +86,9 @@ def check_methods(engine: EngineConfig, methods: Sequence[Method], of_head: str 
         if each.method in HEADS and each.model is not None:
             kind = of_head or method_of(Path(each.model))
             if kind != each.method:
-                raise Refused(f"eval.methods: {each.model} is a head of method {kind}, not {each.method}")
+                raise Refused(
+                    f"eval.methods: {each.model} is a head of method {kind}, not {each.method}; method=head is either"
+                )
 
 
 @contextlib.contextmanager

@@ -89,11 +89,10 @@ class Watch:
             if "sglang:" in page.text:
                 return [self._sglang(_samples(page.text, "sglang:"))]
             return [self._vllm(parse_counters(page.text))]
-        except httpx.HTTPError as error:
-            self._counters = None
-            return [Row(self.name, note=f"no metrics ({type(error).__name__})")]
-        except (Refused, ValueError) as error:
-            return [Row(self.name, note=str(error))]
+        except (httpx.HTTPError, Refused, ValueError) as error:
+            self._counters, self._gateway = None, {}  # the next reading has none right before it
+            what = f"no metrics ({type(error).__name__})" if isinstance(error, httpx.HTTPError) else str(error)
+            return [Row(self.name, note=what)]
 
     def _vllm(self, now: Counters) -> Row:
         before, self._counters = self._counters, now
@@ -187,6 +186,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         raise Refused("monitor.servers is empty; name them: 'monitor.servers={chat: \"http://127.0.0.1:8000\"}'")
     servers: Mapping[str, str] = config.servers
     watches = [Watch(name, url) for name, url in servers.items()]
+    plain = all(url.startswith("http:") for url in servers.values())
     shown = console or tables()
     exported, stop = Exported(), (lambda: None)
     if config.port:
@@ -199,7 +199,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         stop = server.shutdown
     try:
         with (
-            httpx.Client(timeout=5, trust_env=False, verify=PLAIN) as client,
+            httpx.Client(timeout=5, trust_env=False, verify=PLAIN if plain else True) as client,
             Live(console=shown, auto_refresh=False) as live,
         ):
             for number in count(1):

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from models.errors import Refused
+
 _PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 0\r\n\r\n"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _GOLDEN = 0.6180339887498949
@@ -119,13 +121,22 @@ def _serve(ready: multiprocessing.connection.Connection, interval_s: float, in_s
 
 @contextmanager
 def serving_process(serve: Callable[..., None], *arguments: Any) -> Iterator[str]:
-    """The base URL of `serve(ready, *arguments)` in a process of its own; it sends its port to `ready`."""
+    """The base URL of `serve(ready, *arguments)` in a process of its own; it sends its port to `ready`.
+
+    Raises:
+        Refused: it ended before it did.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
     process.start()
+    theirs.close()  # so that the process alone holds its end, and our wait ends with it
     try:
-        yield f"http://127.0.0.1:{ours.recv()}"
+        try:
+            port = ours.recv()
+        except EOFError:
+            raise Refused("a server of the benchmark ended before it listened; what it said is above") from None
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.join()

@@ -16,7 +16,7 @@ from typing import Any
 
 from models.artefact import read_json
 from models.errors import Refused
-from serve_eval.config import METHODS, EvalConfig
+from serve_eval.config import HEAD, METHODS, EvalConfig
 
 Values = Mapping[str, Any]
 """A resolved configuration as plain values."""
@@ -63,9 +63,9 @@ def parts_of(values: Values) -> dict[str, Part]:
     for engine, served in values["engines"].items():
         if not re.fullmatch(r"[\w.-]+", str(engine)) or served["kind"] == "none":
             raise Refused(f"engines: {engine!r} (kind={served['kind']}) must be a plain name, and serve something")
-        for index, method in asked or [(None, {"method": "head", "k": None, "url": None})]:
+        for index, method in asked or [(None, {"method": HEAD, "k": None, "url": None})]:
             name = f"{engine}-{method['method']}" + (f"-k{method['k']}" if method["k"] else "")
-            if index is not None and method["method"] not in METHODS[served["kind"]]:
+            if method["method"] not in (HEAD, *METHODS[served["kind"]]):
                 raise Refused(f"engines.{engine}: {served['kind']} has no method {method['method']} (eval.methods)")
             if method["url"] is not None:
                 raise Refused("eval.methods: leave engines out where servers run already (url)")

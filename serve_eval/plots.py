@@ -16,11 +16,13 @@ from serve_eval.axes import (
     ROUTES,
     SPECULATION,
     Summary,
+    drafted,
     head_of,
     image,
     label,
     legend,
     measured_concurrencies,
+    named,
     new_axes,
     pooled_cells,
 )
@@ -34,20 +36,22 @@ from serve_eval.plots_served import (
     plot_throughput,
 )
 
+_OF_ALL: dict[str, Any] = {"color": INK, "linewidth": 2.4, "linestyle": (0, (4, 2))}
+
+
+def _of_route(index: int) -> dict[str, Any]:
+    """The look of a route's line."""
+    return {"color": ROUTES[index % len(ROUTES)], "linewidth": 1.5, "marker": "o", "markersize": 3.5}
+
 
 def _plot_positions(summary: Summary) -> Figure:
     figure, axes = new_axes()
     reference = summary["reference"]
     for index, (route, each) in enumerate(reference["routes"].items()):
         if shares := each["per_position"]:
-            color = ROUTES[index % len(ROUTES)]
-            axes.plot(
-                range(1, len(shares) + 1), shares, color=color, linewidth=1.5, marker="o", markersize=3.5, label=route
-            )
+            axes.plot(range(1, len(shares) + 1), shares, label=named(route), **_of_route(index))
     if shares := reference["per_position"]:
-        axes.plot(
-            range(1, len(shares) + 1), shares, color=INK, linewidth=2.4, linestyle=(0, (4, 2)), label="all routes"
-        )
+        axes.plot(range(1, len(shares) + 1), shares, label="all routes", **_OF_ALL)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1)
     label(axes, "draft position", "share of drafts accepted up to here")
@@ -61,7 +65,7 @@ def _plot_acceptance(summary: Summary) -> Figure:
     reference, served = summary["reference"], summary.get("served")
     routes = list(reference["routes"])
     series = [
-        (f"reference decoder (k = {summary['k']})", [reference["routes"][route]["al"] for route in routes], SPECULATION)
+        (f"reference decoder ({drafted(summary)})", [reference["routes"][route]["al"] for route in routes], SPECULATION)
     ]
     if served:
         lowest = measured_concurrencies(served)[0]
@@ -93,10 +97,9 @@ def _plot_lengths(summary: Summary) -> Figure:
     reference = summary["reference"]
     for index, (route, each) in enumerate(reference["routes"].items()):
         if als := each.get("al_by_k"):
-            color = ROUTES[index % len(ROUTES)]
-            axes.plot(range(1, len(als) + 1), als, color=color, linewidth=1.5, marker="o", markersize=3.5, label=route)
+            axes.plot(range(1, len(als) + 1), als, label=named(route), **_of_route(index))
     als = reference["al_by_k"]
-    axes.plot(range(1, len(als) + 1), als, color=INK, linewidth=2.4, linestyle=(0, (4, 2)), label="all routes")
+    axes.plot(range(1, len(als) + 1), als, label="all routes", **_OF_ALL)
     best = summary.get("best_k")
     if best is not None and best <= len(als):
         axes.plot(best, als[best - 1], "*", color=LOSS, markersize=12, label="fastest k for one user")

@@ -18,10 +18,12 @@ from serve_eval.axes import (
     measured_concurrencies,
     method_color,
     method_names,
+    named,
     new_axes,
     plain_axes,
     pooled_cells,
 )
+from serve_eval.config import POOLED
 
 
 def plot_speedup(summary: Summary) -> Figure:
@@ -33,7 +35,11 @@ def plot_speedup(summary: Summary) -> Figure:
         known = [(c, ratios[str(c)]) for c in concurrencies if ratios.get(str(c)) is not None]
         if known:
             axes.plot(
-                *zip(*known, strict=True), color=ROUTES[index % len(ROUTES)], linewidth=1.1, alpha=0.75, label=route
+                *zip(*known, strict=True),
+                color=ROUTES[index % len(ROUTES)],
+                linewidth=1.1,
+                alpha=0.75,
+                label=named(route),
             )
     for name in list(method_names(served))[1:]:
         ratios = served["methods"][name]["speedup"] if name != head_of(served) else {}
@@ -98,7 +104,7 @@ def plot_throughput(summary: Summary) -> Figure:
 
 
 def plot_latency(summary: Summary) -> Figure:
-    """p50 (mark) to p99 (thin end) of TTFT and TPOT per concurrency, both methods."""
+    """p50 (mark) to p99 (thin end) of TTFT and TPOT per concurrency, of every method."""
     served = summary["served"]
     figure = Figure(figsize=(6.4, 3.7), layout="constrained")
     concurrencies, pooled = measured_concurrencies(served), pooled_cells(served)
@@ -129,7 +135,7 @@ def plot_open_loop(summary: Summary) -> Figure:
     """p50 and p95 of the end-to-end time of every method per rate of arrivals."""
     served = summary["served"]
     figure, axes = new_axes()
-    cells = [cell for cell in served["open_loop"] if cell["route"] == "all"]
+    cells = [cell for cell in served["open_loop"] if cell["route"] == POOLED]
     rates = sorted({cell["rate"] for cell in cells})
     for method, name in method_names(served).items():
         mine = [cell for cell in cells if cell["method"] == method and cell["e2e_ms"]["p50"] is not None]
@@ -162,7 +168,7 @@ def plot_requests(summary: Summary) -> Figure:
         if (cell["method"], cell["concurrency"]) == (head_of(served), lowest) and cell.get("al_by_request")
     ]
     for place, cell in enumerate(cells):
-        told, color = cell["al_by_request"], INK if cell["route"] == "all" else ROUTES[(place - 1) % len(ROUTES)]
+        told, color = cell["al_by_request"], INK if cell["route"] == POOLED else ROUTES[(place - 1) % len(ROUTES)]
         axes.plot([place] * 2, [told["min"], told["max"]], color=color, linewidth=1.2)
         axes.plot([place] * 2, [told["p10"], told["p90"]], color=color, linewidth=5, alpha=0.5)
         axes.plot(place, told["p50"], "o", color=color, markersize=6)

@@ -25,13 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from models.artefact import read_json, write_bytes
+from models.engines import HEADS
 from models.errors import Refused
-from serve_eval.config import METHODS
+from serve_eval.config import FOUND_AGAIN, METHODS, POOLED
 from serve_eval.intervals import CONFIDENCE, interval_from, paired_interval
 from serve_eval.servers import speculation
-
-POOLED = "all"
-"""The route that stands for all traffic, and for requests whose label the policy does not know."""
 
 
 @dataclass
@@ -107,11 +105,12 @@ class Policy:
         return label if label in self.routes else POOLED
 
 
-def engine_flags(method: str, k: int, head: str) -> dict[str, list[str]]:
+def engine_flags(method: str, k: int, head: str | None, lookup: tuple[int, int] = FOUND_AGAIN) -> dict[str, list[str]]:
     """Arguments that put a method into each engine that has it, counters and per-request figures included.
 
     Args:
-        head: what drafts: the exported head, or the draft model.
+        head: what drafts: the exported head, or the draft model; None of a method that has neither.
+        lookup: least and most tokens that prompt lookup finds again.
 
     Raises:
         Refused: a method that neither engine is known to have.
@@ -120,7 +119,7 @@ def engine_flags(method: str, k: int, head: str) -> dict[str, list[str]]:
     if not engines or method == "none":
         raise Refused(f"no engine flags are known for method {method!r}")
     metrics: dict[str, list[str]] = {"vllm": [], "sglang": ["--enable-metrics"]}
-    return {engine: speculation(method, head, k, engine=engine) + metrics[engine] for engine in engines}
+    return {engine: speculation(method, head, k, engine=engine, lookup=lookup) + metrics[engine] for engine in engines}
 
 
 def _windows(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int, str], Any]:
@@ -156,7 +155,12 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
     labels = [route for route in routes if route != POOLED]
     methods = [method for method in dict.fromkeys(method for method, _, _ in cells) if method != "none"]
     told = served.get("methods", {})
-    specs = {name: told.get(name) or {"method": name, "k": served["k"], "model": None} for name in methods}
+    specs = {name: told.get(name) or {"method": name, "k": served["k"]} for name in methods}
+
+    def flags(spec: Mapping[str, Any]) -> dict[str, list[str]]:
+        head = spec.get("model") or (summary["head"] if spec["method"] in HEADS else None)
+        least, most = spec.get("lookup", FOUND_AGAIN)
+        return engine_flags(spec["method"], spec["k"], head, (least, most))
 
     def group(method: str, c: int, route: str) -> list[Any]:
         names = labels if route == POOLED else [route]
@@ -190,19 +194,16 @@ def make_policy(summary: Mapping[str, Any], records: Iterable[Mapping[str, Any]]
         engine=f"{served['engine']} {served['version']}",
         machine=str(summary.get("machine", "")),
         interval_from=served.get("interval_from", interval_from(1, side_by_side=False)),
-        flags={
-            f"{each['method']}-k{each['k']}": engine_flags(each["method"], each["k"], each["model"] or summary["head"])
-            for each in specs.values()
-        },
+        flags={f"{each['method']}-k{each['k']}": flags(each) for each in specs.values()},
     )
     waits = []
     for route in routes:
         levels = []
         for c in sorted({c for _, c, _ in cells}):
-            judged = [judge(method, c, route) for method in methods]
-            best = max(judged, key=lambda level: (level.method != "none", level.speedup or 0.0))
+            judged = [(judge(method, c, route), method) for method in methods]
+            best, name = max(judged, key=lambda each: (each[0].method != "none", each[0].speedup or 0.0))
             if best.method != "none":
-                waits.append(cells[best.method, c, route]["ttft_ms"]["p95"])
+                waits.append(cells[name, c, route]["ttft_ms"]["p95"])
             levels.append(best)
         policy.routes[route] = RoutePolicy(levels=levels)
     policy.max_queue_wait_ms = max((wait for wait in waits if wait is not None), default=None)
@@ -276,7 +277,8 @@ def show(policy: Policy) -> str:
         for level in route.levels:
             gain = "n/a" if level.speedup is None else f"{level.speedup:.2f}x"
             within = "n/a" if level.interval is None else "{:.2f}..{:.2f}".format(*level.interval)
-            use = "off" if level.method == "none" else f"{level.method} k={level.k}, while AL >= {level.min_al}"
+            use = "off" if level.method == "none" else f"{level.method} k={level.k}"
+            use += "" if level.min_al is None else f", while AL >= {level.min_al}"
             told.append(f"{label:12} up to {level.up_to:4}: {gain:>6} ({within}, {level.requests} pairs): {use}")
     return "\n".join(told)
 

@@ -17,6 +17,7 @@ from typing import Any
 from featurize.conversations import Unusable
 from featurize.spans import Renderer
 from models.errors import Refused
+from serve_eval.config import POOLED
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def _check_row(row: Any) -> str | None:
     for key in ("id", "route"):
         if not isinstance(row.get(key), str) or not row[key]:
             return f"has no {key} (a non-empty string)"
+    if row["route"] == POOLED:
+        return f"has the route {POOLED!r}, which is the name of the pooled figures"
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return "has no messages (a list of {role, content})"
@@ -85,7 +88,7 @@ def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt
     seen: dict[str, str] = {}
     for file in map(Path, files):
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")  # other line ends may stand in a JSON string
         except FileNotFoundError:
             raise Refused(f"eval.prompts: no file {file}; the path is relative to {Path.cwd()}") from None
         except (OSError, UnicodeDecodeError) as error:

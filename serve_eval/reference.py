@@ -24,7 +24,7 @@ from models.errors import Refused
 from models.target import Target, describe_target
 from serve_eval.acceptance import acceptance, best_k, figures, rounds_within
 from serve_eval.cache import keeps_states
-from serve_eval.config import DraftingConfig, EvalConfig
+from serve_eval.config import POOLED, DraftingConfig, EvalConfig
 from serve_eval.decoder import Answer, decode, measure_costs
 from serve_eval.drafters import Drafter, make_drafter, sampling_of, shape_of
 from serve_eval.prompts import Prompt, contents
@@ -47,7 +47,7 @@ def disagreements(agreement: dict[str, dict[str, float | None]]) -> list[str]:
 
 
 def spoken(settings: DraftingConfig, k: int) -> str:
-    """The settings in words, for a heading."""
+    """The settings in words, for a heading: what drafts where it is no head, how, and last the shape of the draft."""
     tree = {
         "chain": f"k = {k}",
         "static": f"a tree of {len(settings.paths)} drafts",
@@ -150,7 +150,7 @@ def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_
     """Load the target, and the draft model where there is one, in fp32 beside the head.
 
     Raises:
-        Refused: the target names no eos_token_id, so no answer would ever end.
+        Refused: the target names no eos_token_id, so no answer would ever end; or a model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -161,9 +161,12 @@ def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_
     device = choose_device(settings.device, "eval.device")
 
     def load(model: Target) -> Any:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
-        )
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise Refused(f"{model.path} cannot be loaded ({str(error).splitlines()[0]})") from None
         return loaded.eval().to(device)
 
     drafting = load(draft_model) if draft_model is not None else None
@@ -201,11 +204,12 @@ class Measurement:
         self,
         name: str,
         prompts: Sequence[Prompt],
+        most: int,
         drafting: DraftingConfig,
         k: int,
         compute: Callable[[], dict[str, Any]],
     ) -> Any:
-        most, machine = self.settings.max_new_tokens, describe_machine()
+        machine = describe_machine()
         key = measured_key(self.target, self.exported, machine, most, drafting, self.draft_model, k, prompts)
         path = self.directory / name
         found = read_json(path) if path.exists() else {}
@@ -223,7 +227,8 @@ class Measurement:
             differing; None when sampling), `costs_ms` (verify, draft: of chains), `best_k`, `rounds` ({prompt id:
             accepted drafts of each round}).
         """
-        return self._kept("reference.json", self.prompts, self.settings.drafting, self.settings.k, self._run)
+        of, most = self.settings, self.settings.max_new_tokens
+        return self._kept("reference.json", self.prompts, most, of.drafting, of.k, self._run)
 
     def _run(self) -> dict[str, Any]:
         k, most, drafting = self.settings.k, self.settings.max_new_tokens, self.settings.drafting
@@ -266,15 +271,17 @@ class Measurement:
             answers = self.reference.answers(prompts, max_new_tokens, greedy, k)
             return {"rounds": {answer.prompt.id: answer.accepted for answer in answers}}
 
-        if k == self.settings.k and self.settings.drafting == greedy:  # a shorter answer begins the longer one
+        own = self.settings
+        if k == own.k and own.drafting == greedy and max_new_tokens <= own.max_new_tokens:
+            # A shorter answer begins the longer one.
             rounds = {name: rounds_within(each, max_new_tokens) for name, each in self.run()["rounds"].items()}
         else:
             name = f"reference-k{k}-{max_new_tokens}.json"
-            rounds = self._kept(name, prompts, greedy, k, compute)["rounds"]
+            rounds = self._kept(name, prompts, max_new_tokens, greedy, k, compute)["rounds"]
         als = {
             cell["concurrency"]: cell["al"]
             for cell in served["cells"]
-            if cell["method"] == served["head"] and cell["route"] == "all"
+            if cell["method"] == served["head"] and cell["route"] == POOLED
         }
         table = {}
         for concurrency, names in served["prompts"].items():

@@ -23,8 +23,9 @@ from models.artefact import write_bytes
 from models.card import method_of_head
 from models.engines import HEADS
 from models.terminal import tables
-from serve_eval.axes import Summary, clients, head_of, measured_concurrencies, method_names, pooled_cells
+from serve_eval.axes import Summary, clients, drafted, head_of, measured_concurrencies, method_names, pooled_cells
 from serve_eval.beside import rows
+from serve_eval.config import POOLED
 from serve_eval.overlap import THRESHOLD
 from serve_eval.plots import draw_plots
 
@@ -50,7 +51,7 @@ def verdict(summary: Summary) -> list[str]:
             best, worst = max(routes, key=routes.__getitem__), min(routes, key=routes.__getitem__)
             drafts = {"prompt lookup": "Prompt lookup", "a draft model": "The draft model"}
             what = drafts.get(reference.get("how", "").split(",")[0], "The head")
-            sentence = f"{what} yields {number(reference['al'])} tokens per target forward (k = {summary['k']})"
+            sentence = f"{what} yields {number(reference['al'])} tokens per target forward ({drafted(summary)})"
             if len(routes) > 1:
                 sentence += f", from {number(routes[worst])} on {worst} to {number(routes[best])} on {best}"
             told.append(sentence + ".")
@@ -153,8 +154,7 @@ def _lossless(summary: Summary) -> list[tuple[str, int, int]]:
 
 
 def _ratio_text(ratio: float | None) -> Text:
-    style = "dim" if ratio is None else "green" if ratio > 1 else "red"
-    return Text(number(ratio, 2, "x") if ratio is not None else "n/a", style=style)
+    return Text(number(ratio, 2, "x"), style="dim" if ratio is None else "green" if ratio > 1 else "red")
 
 
 SHOWN = 5
@@ -197,7 +197,7 @@ def _open_loop_table(served: Summary) -> Table:
     for name in ("req/s", "method", "tokens/s", "TTFT", "TPOT", "end to end", "queue", "failed"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for cell in sorted(served["open_loop"], key=lambda cell: cell["rate"]):
-        if cell["route"] == "all":
+        if cell["route"] == POOLED:
             spreads = [
                 f"{number(cell[key]['p50'], digits)}/{number(cell[key]['p95'], digits)}"
                 for key, digits in (("ttft_ms", 0), ("tpot_ms", 1), ("e2e_ms", 0))
@@ -280,12 +280,12 @@ def _route_table(served: Summary) -> Table:
 
 def _compared_table(summary: Summary) -> Table:
     heads, lines = rows(summary)
-    table = Table(title=f"AL of heads, k = {summary['k']}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"AL of heads, {drafted(summary)}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("route")
     for head in heads:
         table.add_column(head, justify="right")
     for route, als in lines:
-        table.add_row(route, *(number(al) for al in als), style="bold" if route == "all" else None)
+        table.add_row(route, *(number(al) for al in als), style="bold" if route == POOLED else None)
     return table
 
 
@@ -334,6 +334,7 @@ def write_report(summary: Summary, path: Path) -> None:
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         summary=summary,
         reference=summary.get("reference"),
+        drafted=drafted(summary) if summary.get("reference") else "",
         compared=rows(summary) if summary.get("compared") else None,
         drafts_with_head=served is not None and method_of_head(served) is not None,
         served=served,

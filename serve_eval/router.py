@@ -26,11 +26,6 @@ from serve_eval.config import BackendConfig
 from serve_eval.counters import CounterReset, Counters, difference, queue_wait_ms
 from serve_eval.policy import Level, Policy
 
-REASONS = ("policy", "probe", "off", "share", "acceptance", "queue", "spill")
-"""Why a request went where it went: `policy` and `probe` speculate; `off`: does not pay at this load; `share`: not in
-the rollout's share; `acceptance`: AL fell; `queue`: the speculating server makes requests wait; `spill`: no backend of
-the kind that was wanted had room."""
-
 
 class QueueFull(Exception):
     """Every backend is full and so is the queue."""
@@ -40,7 +35,7 @@ class NoBackend(Exception):
     """No backend is up."""
 
 
-class Acceptance:
+class RecentAcceptance:
     """AL of one route over the last so many drafting steps."""
 
     def __init__(self, window_drafts: int) -> None:
@@ -100,7 +95,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """A slot of a backend, taken for a request of a route."""
+    """A slot of a backend, taken for a request of a route.
+
+    Attributes:
+        reason: why it is there. "policy" and "probe" speculate; "off": it does not pay at this load; "share": not in
+            the rollout's share; "acceptance": AL fell; "queue": the speculating server makes requests wait; "spill":
+            no backend of the kind that was wanted had room.
+    """
 
     backend: Backend
     route: str
@@ -131,7 +132,7 @@ class Router:
         self.policy = policy
         self.backends = [Backend(each) for each in backends]
         self.max_queue = max_queue
-        self.acceptance = {route: Acceptance(policy.window_drafts) for route in policy.routes}
+        self.acceptance = {route: RecentAcceptance(policy.window_drafts) for route in policy.routes}
         self.waiting: deque[_Waiter] = deque()
         self._turns: Counter[str] = Counter()
         self._held_back: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from models.config import EngineConfig
 from models.engines import HEADS, check_mtp_path, sglang_options, vllm_options
 from models.errors import Refused
 from models.servers import Server, find_interpreter, local, running
-from serve_eval.config import METHODS
+from serve_eval.config import FOUND_AGAIN, METHODS
 
 
 def describe_machine() -> str:
@@ -60,7 +60,7 @@ def speculation(
     k: int,
     *,
     engine: str = "vllm",
-    lookup: tuple[int, int] = (2, 4),
+    lookup: tuple[int, int] = FOUND_AGAIN,
 ) -> list[str]:
     """The arguments in which the server of a method differs from the others; k means the same in both engines.
 
@@ -80,8 +80,6 @@ def speculation(
         return []
     inside = head is None or (method in HEADS and holds_target(Path(head)))
     model = None if inside else str(head)
-    if method == "mtp" and model is not None:
-        check_mtp_path(model, "name or root")
     if engine == "sglang":
         if method in HEADS:
             return [word for option in sglang_options(method, model, k).items() for word in option]
@@ -92,6 +90,8 @@ def speculation(
             *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model)),
             *("--speculative-num-steps", str(k), "--speculative-eagle-topk", "1", *tokens),
         ]
+    if method == "mtp" and model is not None:
+        check_mtp_path(model, "name or root")
     options = vllm_options(method, model, k)
     if method == "ngram":
         options["--speculative-config"] |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
@@ -118,7 +118,7 @@ def serving(
     head: Path | str | None,
     k: int,
     directory: Path,
-    lookup: tuple[int, int] = (2, 4),
+    lookup: tuple[int, int] = FOUND_AGAIN,
     name: str | None = None,
 ) -> AbstractContextManager[Server]:
     """A running server for a method, as `models.servers.running` gives it; its log is `server-<name or method>.log`."""

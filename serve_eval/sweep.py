@@ -25,13 +25,13 @@ from models.artefact import file_sha256, fingerprint
 from models.config import EngineConfig
 from models.errors import Refused
 from models.servers import Server
-from serve_eval.config import EvalConfig
+from serve_eval.config import POOLED, EvalConfig
 from serve_eval.figures import figures, summarise
 from serve_eval.latency import model_of
 from serve_eval.methods import Method, check_methods, methods_of, opened
 from serve_eval.prompts import Prompt, by_route
 from serve_eval.servers import describe_machine
-from serve_eval.windows import POOLED, Load, Place, Record, append, measure, read_windows, sampling_of, warm_up
+from serve_eval.windows import Load, Place, Record, append, measure, read_windows, sampling_of, warm_up
 from serve_eval.workloads import lengthened
 
 log = logging.getLogger(__name__)
@@ -44,13 +44,11 @@ def choose_prompts(prompts: Sequence[Prompt], settings: EvalConfig, concurrency:
     """The prompts of each route's window at one concurrency: the first of the route, at least one per client.
 
     Raises:
-        Refused: a route has too few prompts for that, or is called "all".
+        Refused: a route has too few prompts for that.
     """
     count = max(settings.requests_per_route, concurrency)
     chosen = {}
     for route, group in by_route(prompts).items():
-        if route == POOLED:
-            raise Refused(f"eval.prompts: no route may be called {POOLED!r}, the name of the pooled figures")
         if len(group) < count:
             raise Refused(
                 f"route {route} has {len(group)} prompts, but a window at concurrency {concurrency} takes {count}; "
@@ -163,8 +161,8 @@ def check_possible(
     k = max(method.k for method in methods)
     if longest + settings.max_new_tokens + k > engine.max_model_len:
         raise Refused(
-            f"the longest prompt has {longest} tokens: with eval.max_new_tokens={settings.max_new_tokens} and k={k} "
-            f"it does not fit into engine.max_model_len={engine.max_model_len}"
+            f"the longest prompt has {longest} tokens: with answers of {settings.max_new_tokens} (eval.max_new_tokens, "
+            f"or eval.served_new_tokens) and k={k} it does not fit into engine.max_model_len={engine.max_model_len}"
         )
 
 

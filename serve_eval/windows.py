@@ -19,7 +19,7 @@ import uvloop
 from models.artefact import write_bytes
 from models.errors import Refused
 from models.servers import Server
-from serve_eval.config import EvalConfig, SamplingConfig
+from serve_eval.config import POOLED, EvalConfig, SamplingConfig
 from serve_eval.counters import Acceptance, CounterReset, Counters, difference, judge, read_counters
 from serve_eval.gpu import watched_gpus
 from serve_eval.load import Window, closed_loop, open_loop
@@ -28,9 +28,6 @@ from serve_eval.prompts import Prompt
 from serve_eval.streams import Ask, Outcome
 
 log = logging.getLogger(__name__)
-
-POOLED = "all"
-"""Name of the route that pools all others; in eval.sampling, of those that are not named."""
 
 WARMUP_TOKENS = 16
 LOOKUP = ("ngram", "suffix")
@@ -124,7 +121,7 @@ def _send(
 ) -> Coroutine[Any, Any, Window]:
     most, timeout_s = settings.max_new_tokens, settings.request_timeout_s
     if load.rate is not None:
-        return open_loop(url, prompts, rate=load.rate, max_new_tokens=most, timeout_s=timeout_s, seed=ask.seed, ask=ask)
+        return open_loop(url, prompts, rate=load.rate, max_new_tokens=most, timeout_s=timeout_s, ask=ask)
     clients = load.concurrency or 1
     return closed_loop(url, prompts, concurrency=clients, max_new_tokens=most, timeout_s=timeout_s, ask=ask)
 

@@ -60,6 +60,15 @@ def test_both_clients_get_the_same_prompts_in_turns_from_one_server(
     assert told[THEIRS][0].ttft == 20
 
 
+@pytest.mark.parametrize("methods", [[], [MethodConfig()], [MethodConfig("eagle3", k=2), MethodConfig("none")]])
+def test_the_first_method_is_served(
+    both: Callable[..., dict[str, list[Reading]]], fake_engine: Make, starts: Starts, methods: list[MethodConfig]
+) -> None:
+    both(fake_engine(Behaviour(tokens=8)), methods=methods)
+    words = starts()[0]["arguments"]
+    assert '"method":"eagle3"' in words[words.index("--speculative-config") + 1]
+
+
 def test_the_server_alone_can_be_asked_for(
     both: Callable[..., dict[str, list[Reading]]], fake_engine: Make, starts: Starts
 ) -> None:

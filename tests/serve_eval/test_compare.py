@@ -150,6 +150,12 @@ def test_pairs_take_out_what_prompts_have_in_common_and_welch_knows_uneven_sprea
     assert (difference, error, degrees) == (2.0, pytest.approx(math.sqrt(1 / 3)), pytest.approx(2.0))
 
 
+def test_repeats_that_do_not_differ_at_all_have_a_range_of_no_width() -> None:
+    ratio = Ratio("speedup", ("eagle3", Load(1), "chat"), *welch([1.0] * 3, [2.0] * 3), judged=True)
+    assert ratio.degrees == 4
+    assert ratio.within(0.95) == (pytest.approx(math.e), pytest.approx(math.e))
+
+
 def test_three_repeats_on_both_sides_are_needed_for_repeats_to_count() -> None:
     few: Any = ({0: 0.0, 1: 0.1}, {("chat", "a"): 0.0, ("chat", "b"): 0.2})
     many: Any = ({0: 0.0, 1: 0.1, 2: 0.2}, few[1])

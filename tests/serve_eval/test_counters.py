@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from models.errors import Refused
-from serve_eval.counters import Acceptance, CounterReset, difference, judge, parse_counters
+from serve_eval.counters import Acceptance, CounterReset, counter_lines, difference, judge, parse_counters
+from tests.serve_eval.stub import Behaviour, Stub, metrics, sglang_metrics
 
 
 def exposition(drafts: int, accepted: int, k: int = 4, engines: int = 1, created: float = 5.0) -> str:
@@ -30,7 +31,7 @@ def test_b38_al_is_one_plus_accepted_per_draft_over_the_window() -> None:
     window = difference(parse_counters(exposition(100, 250)), parse_counters(exposition(200, 420)))
     assert window is not None
     assert window.al == pytest.approx(2.70)
-    assert window.rate == pytest.approx(170 / 400)
+    assert (window.accepted, window.draft_tokens) == (170, 400)
     assert window.positions == pytest.approx([(210 - 125) / 100, (140 - 83) / 100, (105 - 62) / 100, (84 - 50) / 100])
 
 
@@ -53,7 +54,6 @@ def test_b38_no_drafts_in_the_window_is_not_an_al_of_one() -> None:
     assert window is not None
     assert window.al is None
     assert window.positions is None
-    assert window.rate is None
 
 
 def test_b38_a_reset_between_the_readings_is_seen() -> None:
@@ -76,6 +76,18 @@ def test_windows_add_up_even_with_different_k() -> None:
     both = Acceptance(10, 20, 5, (4, 1)) + Acceptance(10, 30, 15, (8, 5, 2))
     assert both == Acceptance(20, 50, 20, (12, 6, 2))
     assert both.al == 2.0
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_lines_of_the_counters_say_all_that_the_page_says_of_them(kind: str) -> None:
+    stub = Stub(("127.0.0.1", 0), Behaviour(waiting=3))
+    stub.served, stub.queue_s = 4, 2.0
+    page = sglang_metrics(stub) if kind == "sglang" else metrics(stub)
+    stub.server_close()
+    others = "# TYPE vllm:e2e_request_latency_seconds histogram\nvllm:e2e_request_latency_seconds_sum 1.0\n"
+    others += "# TYPE sglang:gen_throughput gauge\nsglang:gen_throughput 1.0\n"
+    assert counter_lines(others + page + others) == page
+    assert parse_counters(page).queued == 4
 
 
 def test_what_is_no_metrics_page_is_refused() -> None:
@@ -103,3 +115,8 @@ def test_b41_speculation_that_does_nothing_is_warned_about(acceptance: Acceptanc
 def test_b41_real_acceptance_and_the_baseline_are_not_warned_about() -> None:
     assert judge("eagle3", Acceptance(100, 300, 20, (20, 0, 0))) is None
     assert judge("none", None) is None
+    assert judge("none", Acceptance(0, 0, 0, ())) is None
+
+
+def test_b41_a_baseline_that_drafts_is_warned_about() -> None:
+    assert "drafted in 100 steps" in (judge("none", Acceptance(100, 300, 20, (20, 0, 0))) or "")

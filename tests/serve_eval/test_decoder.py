@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.config import DraftConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
@@ -97,6 +97,37 @@ def test_greedy_trees_return_the_targets_own_tokens(method: str, shape: str, bat
     if batch == 8:
         rounds = [each for answer in answers for each in answer.rounds if each is not None]
         assert any(each.straight < len(each.path) for each in rounds), "no branch was ever better than the first"
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "mistral": {},  # all layers have the window
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_target_whose_layers_see_a_window_keeps_to_it(family: str) -> None:
+    config = AutoConfig.for_model(
+        family,
+        **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.25},
+        **{"sliding_window": 6, "tie_word_embeddings": False} | LAYERS[family],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    prompts = small_prompts(LENGTHS)
+    wanted = [greedy_by_hand(model, prompt.ids, NEW) for prompt in prompts]
+    model.config.sliding_window = 512
+    assert wanted != [greedy_by_hand(model, prompt.ids, NEW) for prompt in prompts], "the window matters"
+    model.config.sliding_window = 6
+    itself: dict[str, Any] = METHODS["draft_model"]
+    for k, settings in ((3, METHODS["ngram"]), (3, itself), (5, itself | BUSHES["21 nodes"][1])):
+        drafter = make_drafter(DraftingConfig(**settings), k, model=model, draft_model=model)
+        answers = decode(model, prompts, stop=set(), max_new_tokens=NEW, drafter=drafter)
+        assert [answer.ids for answer in answers] == wanted
+        if settings["method"] == "draft_model":
+            assert {n for answer in answers for n in answer.accepted} == {k}, "it agrees with itself"
 
 
 @pytest.mark.parametrize("shape", BUSHES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +190,24 @@ def test_a_served_head_is_compared_with_greedy_chains_whatever_else_was_measured
     assert not list(plain.directory.glob("reference-k*"))
     other = measurement(2, DraftingConfig(method="ngram"))
     assert other.agreement(served, 2, 5)["1"]["reference"] == pytest.approx(wanted)
+
+
+def test_longer_answers_of_a_server_are_compared_with_answers_as_long(measurement) -> None:
+    served: dict[str, Any] = {"head": "eagle3", "prompts": {"1": ["p0", "p1"]}}
+    served["cells"] = [{"concurrency": 1, "method": "eagle3", "route": "all", "al": 1.0}]
+    short = measurement(2, DraftingConfig())  # answers of 6 tokens
+    short.agreement(served, 2, 12)
+    rounds = json.loads((short.directory / "reference-k2-12.json").read_text())["rounds"]
+    assert sum(1 + accepted for accepted in rounds["p0"]) >= 11
+
+
+def test_a_model_that_cannot_be_loaded_is_named(measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise ValueError("it does not support sdpa\nand more")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    with pytest.raises(Refused, match=r"cannot be loaded .it does not support sdpa.$"):
+        measurement(2, DraftingConfig()).run()
 
 
 def test_a_draft_model_drafts_when_it_reads_the_same_tokens(measurement, tiny_target_dir, make_target) -> None:

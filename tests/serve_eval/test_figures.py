@@ -167,7 +167,7 @@ def test_gpus_are_watched_while_something_runs_where_there_is_an_nvidia_smi(
     program = tmp_path / "nvidia-smi"
     asked = tmp_path / "asked"
     program.write_text(
-        f'#!/bin/sh\necho "$@" > {asked}.tmp\necho "0, 40, 900"\nmv {asked}.tmp {asked}\nexec sleep 60\n'
+        f'#!/bin/sh\necho "$@" > {asked}.tmp\nyes "0, 40, 900" | head -n 10000\nmv {asked}.tmp {asked}\nexec sleep 60\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

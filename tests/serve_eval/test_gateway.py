@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,10 @@ import pytest
 import uvicorn
 
 from models.servers import PLAIN
-from serve_eval.bench import Leftovers, leftovers
 from serve_eval.config import BackendConfig, GatewayConfig
 from serve_eval.gateway import end_to_end, make_server, own_figures, poll
 from serve_eval.policy import Level, Policy, RoutePolicy, write_policy
-from serve_eval.router import Router
+from serve_eval.router import Backend, Router
 from tests.serve_eval.stub import Behaviour, Stub, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -321,6 +321,20 @@ def test_a_backend_that_answers_late_is_up_and_one_that_never_does_is_down() -> 
     assert asyncio.run(look()) == [True, True, True, True, True, True, False, True]
 
 
+def test_a_backend_that_hangs_delays_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: Counter[str] = Counter()
+
+    async def look(router: Router, client: httpx.AsyncClient, backend: Backend) -> None:
+        url = backend.config.url
+        looks[url] += 1
+        if looks["http://hangs"] > 1 and url == "http://hangs":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("serve_eval.gateway.poll", look)
+    with gateway(NOWHERE, BackendConfig("http://hangs"), BackendConfig("http://other")):
+        wait_for(lambda: looks["http://other"] > looks["http://hangs"] + 2)
+
+
 def test_acceptance_that_responses_tell_falls_below_the_threshold_and_the_route_falls_back() -> None:
     with pair(eagle=Behaviour(own_figures=True, accepted_per_draft=0, drafts=False)) as (made, plain, eagle):
         post(made.url)
@@ -432,10 +446,6 @@ def test_keys_are_logged_nowhere(caplog: pytest.LogCaptureFixture) -> None:
 def test_headers_of_one_connection_are_not_passed_to_another() -> None:
     sent = [(b"Connection", b"close, X-Mine"), (b"X-Mine", b"1"), (b"TE", b"trailers"), (b"Accept", b"*/*")]
     assert end_to_end(sent) == [(b"accept", b"*/*")]
-
-
-def test_many_requests_leave_no_connection_and_no_task_behind() -> None:
-    assert leftovers(1000) == Leftovers(tasks=0, files=0, connections=0, slots=0)  # serve_eval.bench sends 10,000
 
 
 def test_on_sigterm_what_is_in_ends_as_usual_and_the_process_leaves_with_zero(tmp_path: Path) -> None:

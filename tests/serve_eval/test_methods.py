@@ -145,6 +145,22 @@ def test_several_k_of_one_method_are_methods_of_their_own(head_dir: Path) -> Non
         methods_of(EvalConfig(methods=[MethodConfig("eagle3", k=3)] * 2), head_dir, 4)
 
 
+@pytest.mark.parametrize("of_head", ["eagle3", "mtp"])
+def test_head_is_the_exported_head_of_whichever_kind(head_dir: Path, of_head: str) -> None:
+    if of_head == "mtp":
+        (head_dir / "config.json").write_text('{"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}')
+    settings = EvalConfig(methods=[MethodConfig("ngram"), MethodConfig("head", k=2)])
+    assert [(each.name, each.k, each.model) for each in methods_of(settings, head_dir, 4)] == [
+        ("none", 0, None),
+        ("ngram", 4, None),
+        (of_head, 2, str(head_dir)),
+    ]
+    several = EvalConfig(methods=[MethodConfig(k=1), MethodConfig(of_head, k=3)])
+    assert [each.name for each in methods_of(several, head_dir, 4)] == ["none", f"{of_head}-k1", f"{of_head}-k3"]
+    full = conf.load(["name=test", "target.path=somewhere", "eval=sweep"]).eval
+    assert [each.method for each in methods_of(full, head_dir, 4)] == ["none", of_head, "ngram"]
+
+
 @pytest.mark.parametrize(
     ("methods", "kind", "reason"),
     [
@@ -191,6 +207,9 @@ def test_suffix_decoding_starts_where_its_package_is(
         ("eval.methods=[{method: none, url: 'http://x:1'}, {method: ngram}]", "for every method, or for none"),
         ("eval.methods=[{method: ngram, url: 'http://x:1'}]", "a server without speculation too"),
         ("eval.repeats=0", "eval.repeats=0"),
+        ("eval.warmup_requests=-1", "eval.warmup_requests=-1"),
+        ("eval.request_timeout_s=0", "eval.request_timeout_s=0"),
+        ("monitor.readings=0", "monitor.readings=0"),
         ("eval.rates=[0]", "eval.rates"),
         ("eval.input_lengths=[-5]", "eval.input_lengths"),
         ("eval.sampling={chat: {temperature: -1}}", "temperature=-1"),

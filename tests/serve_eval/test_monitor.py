@@ -6,6 +6,7 @@ import io
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -114,6 +115,34 @@ def test_a_gateway_has_a_row_for_every_route() -> None:
     server.shutdown()
     assert (rows["g/chat"].al, rows["g/all"].al) == (1.75, None)
     assert (rows["g"].running, rows["g"].waiting) == (7, 2)
+
+
+def test_a_gateways_row_tells_nothing_of_the_time_in_which_it_could_not_be_read() -> None:
+    watched, name = Watch("g", "http://g"), "draftsmith_gateway"
+    waits, told = [0, 4, None, 8], []
+    for count in waits:
+        text = f'# TYPE {name}_requests counter\n{name}_requests_total{{route="chat"}} 3\n'
+        text += (
+            f'{name}_queue_seconds_count{{route="chat"}} {count}\n{name}_queue_seconds_sum{{route="chat"}} {count}\n'
+        )
+        answer = httpx.Response(503 if count is None else 200, text=text, request=httpx.Request("GET", "http://g"))
+        with httpx.Client(transport=httpx.MockTransport(lambda _, answer=answer: answer)) as http:
+            told.append(watched.look(http)[0].queue_wait_ms)
+    assert told == [None, 1000.0, None, None]
+
+
+def test_a_certificate_is_checked_where_a_server_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[object] = []
+
+    class Client(httpx.Client):
+        def __init__(self, **settings: Any) -> None:
+            checks.append(settings["verify"])
+            super().__init__(**settings)
+
+    monkeypatch.setattr(httpx, "Client", Client)
+    for url in ("http://127.0.0.1:9", "https://127.0.0.1:9"):
+        watch(MonitorConfig({"chat": url}, readings=1), Console(file=io.StringIO()))
+    assert checks == [PLAIN, True]
 
 
 def test_what_is_unknown_is_shown_as_such_and_not_exported() -> None:

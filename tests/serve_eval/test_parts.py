@@ -81,6 +81,8 @@ def test_there_is_a_part_for_each_engine_and_method(arguments: list[str]) -> Non
     assert [each.method for each in found["there-ngram"].settings(run.eval).methods] == ["ngram"]
     without = conf.load([*arguments[:-1], "eval.methods=[]"])
     assert list(parts_of(conf.resolved(without))) == ["here-head", "there-head"]
+    either = conf.load([*arguments[:-1], "eval.methods=[{method: head, k: 3}, {method: ngram}]"])
+    assert list(parts_of(conf.resolved(either)))[:2] == ["here-head-k3", "here-ngram"]
     assert parts_of(conf.resolved(conf.load(["name=x", "target.path=y"]))) == {}
 
 

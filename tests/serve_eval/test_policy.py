@@ -105,6 +105,34 @@ def test_the_queue_threshold_is_the_longest_first_token_time_of_levels_that_are_
     assert make_policy(*measured({"chat": {1: LOSS}})).max_queue_wait_ms is None
 
 
+def test_of_several_k_of_one_method_each_level_names_its_own() -> None:
+    summary, records = measured({"chat": {1: SURE}})
+    for each in (*summary["served"]["cells"], *records):
+        each["method"] = {"none": "none", "eagle3": "eagle3-k2"}[each["method"]]
+    summary["served"]["methods"] = {"eagle3-k2": {"method": "eagle3", "k": 2, "model": "h", "lookup": [2, 4]}}
+    policy = make_policy(summary, records)
+    assert (policy.routes["chat"].levels[0].method, policy.routes["chat"].levels[0].k) == ("eagle3", 2)
+    assert (set(policy.flags), policy.max_queue_wait_ms) == ({"eagle3-k2"}, 100.0)
+
+
+def test_flags_of_prompt_lookup_are_those_that_were_measured() -> None:
+    summary, records = measured({"chat": {1: SURE}})
+    summary["served"]["methods"] = {"eagle3": {"method": "ngram", "k": 5, "model": None, "lookup": [3, 6]}}
+    (words,) = [told["vllm"] for told in make_policy(summary, records).flags.values()]
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        **{"method": "ngram", "num_speculative_tokens": 5},
+        **{"prompt_lookup_min": 3, "prompt_lookup_max": 6},
+    }
+
+
+def test_a_gain_without_a_known_acceptance_length_is_shown_without_its_end() -> None:
+    summary, records = measured({"chat": {1: SURE}})
+    for cell in summary["served"]["cells"]:
+        cell["al"] = None
+    told = show(make_policy(summary, records))
+    assert "eagle3 k=3" in told and "None" not in told
+
+
 def test_all_pools_the_prompts_of_every_route() -> None:
     policy = make_policy(*measured({"chat": {1: SURE}, "code": {1: SURE}}))
     assert policy.routes["all"].levels[0].requests == 8

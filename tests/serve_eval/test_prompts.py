@@ -52,6 +52,14 @@ def test_prompts_end_where_the_assistant_begins(tmp_path: Path) -> None:
     assert "".join(map(chr, second.ids)) == "<user>yo<assistant>!"
 
 
+def test_a_line_ends_where_json_lines_end_and_not_within_a_text(tmp_path: Path) -> None:
+    said = "one\u2028two\x85three"
+    file = tmp_path / "p.jsonl"
+    file.write_bytes((json.dumps(row("a", said), ensure_ascii=False) + "\r\n").encode())
+    (prompt,) = load_prompts([file], Characters())
+    assert "".join(map(chr, prompt.ids)) == f"<user>{said}<assistant>"
+
+
 def test_files_are_read_in_order_and_grouped_by_route(tmp_path: Path) -> None:
     one = write(tmp_path / "1.jsonl", row("z", route="x"), row("a", route="y"))
     two = write(tmp_path / "2.jsonl", row("m", route="x"))
@@ -66,6 +74,7 @@ def test_files_are_read_in_order_and_grouped_by_route(tmp_path: Path) -> None:
         ([1], "is not a JSON object"),
         ({"id": "b", "messages": []}, "has no route"),
         (row("", "x"), "has no id"),
+        (row("b", route="all"), "has the route 'all'"),
         (row("b", messages=[]), "has no messages"),
         (row("b", messages=["x"]), "message without a role"),
         (row("b", messages=[{"role": "user", "content": None}]), "content is no string"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -183,6 +184,31 @@ def test_the_report_says_how_drafts_were_made_and_what_each_routes_entropy_is(tm
         for words in ("prompt lookup, temperature 0.7, k = 2", "1.25", "0.75", "Prompt lookup yields 2.00"):
             assert words in text
         assert "reference decoder, fp32" not in text
+
+
+def test_a_tree_is_not_told_as_a_chain(tmp_path: Path) -> None:
+    value = summary(GAIN, 2.3)
+    value["reference"]["how"] = "greedy, a tree of 21 drafts by confidence"
+    write_report(value, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    for text in (" ".join(verdict(value)), html):
+        assert "tokens per target forward (a tree of 21 drafts by confidence)" in text
+    assert "reference decoder, a tree of 21 drafts by confidence</span>" in html
+    assert "reference decoder (a tree of 21 drafts by confidence)" in "".join(pictures(html))
+
+
+def pictures(html: str) -> list[str]:
+    """The SVG of each; its texts stand in comments."""
+    return [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([^\"]*)", html)]
+
+
+def test_a_route_whose_name_begins_with_an_underscore_is_in_every_legend(tmp_path: Path) -> None:
+    value = json.loads(json.dumps(summary(GAIN, 2.3)).replace('"chat"', '"_chat"'))
+    for each in (value["reference"], *value["reference"]["routes"].values()):
+        each["al_by_k"] = [1.4, 1.6]
+    write_report(value, tmp_path / "report.html")
+    drawn = pictures((tmp_path / "report.html").read_text())
+    assert [sum("_chat -->" in each for each in drawn), len(drawn)] == [4, 6]  # three legends and an axis
 
 
 def wide(**more: Any) -> dict[str, Any]:

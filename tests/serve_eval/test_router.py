@@ -12,7 +12,7 @@ from models.errors import Refused
 from serve_eval.config import BackendConfig
 from serve_eval.counters import Counters
 from serve_eval.policy import Level, Policy, RoutePolicy
-from serve_eval.router import Acceptance, Backend, Choice, NoBackend, QueueFull, Router
+from serve_eval.router import Backend, Choice, NoBackend, QueueFull, RecentAcceptance, Router
 
 PLAIN = BackendConfig("http://plain")
 EAGLE = BackendConfig("http://eagle", "eagle3", 3)
@@ -93,7 +93,7 @@ def test_one_routes_acceptance_is_not_anothers() -> None:
 
 
 def test_the_window_slides_over_drafting_steps_and_is_silent_without_enough_of_them() -> None:
-    window = Acceptance(100)
+    window = RecentAcceptance(100)
     window.add(24, 48)
     assert window.al is None
     window.add(1, 2)

@@ -107,6 +107,7 @@ def test_b41_an_mtp_head_is_laid_over_the_target_and_a_native_one_is_served_as_t
 def test_an_mtp_head_in_a_path_that_vllm_reads_otherwise_is_refused(tmp_path: Path, word: str) -> None:
     with pytest.raises(Refused, match=f"since its path holds '{word.lower()}'; change name or root"):
         speculation("mtp", tmp_path / f"run-{word}-2" / "export", 2)
+    assert "NEXTN" in speculation("mtp", tmp_path / f"run-{word}-2" / "export", 2, engine="sglang")
 
 
 def test_a_missing_interpreter_names_the_make_target(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_b40_an_open_loop_sends_whether_answers_come_or_not() -> None:
 
         async def story() -> Window:
             asyncio.get_running_loop().call_later(1.0, stub.go.set)
-            return await open_loop(url, prompts, rate=100, max_new_tokens=8, timeout_s=20, seed=1)
+            return await open_loop(url, prompts, rate=100, max_new_tokens=8, timeout_s=20, ask=Ask(seed=1))
 
         started = time.monotonic()
         window = asyncio.run(story())
