@@ -155,10 +155,7 @@ def load_backend(target: Target, settings: TargetConfig, aux_layers: Sequence[in
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            target.path,
-            dtype=target.dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=settings.trust_remote_code,
+            target.path, dtype=target.dtype, trust_remote_code=settings.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
         raise Refused(f"target.path={target.path} cannot be loaded ({str(error).splitlines()[0]})") from None

@@ -190,6 +190,7 @@ class CachedModel:
         types = getattr(config, "layer_types", None) or ()
         self.mixed = WINDOWED in types
         self.window: int | None = getattr(config, "sliding_window", None) if self.mixed or not types else None
+        self.adds = config._attn_implementation == "eager"  # gpt-oss has no other here, for its sinks
 
     def read(
         self, ids_BQ: torch.Tensor, places: Places, only_B: torch.Tensor | None = None
@@ -221,10 +222,18 @@ class CachedModel:
     def _mask(self, seen_B1QC: torch.Tensor, positions_BQ: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """The keys that layers see: those of the window, or by type of layer where not all have one.
 
-        transformers takes a mask of four dimensions as it is, and would lay no window over it.
+        transformers takes a mask of four dimensions as it is: it would lay no window over it, and adds it to the scores
+        where attention is its own.
         """
         if self.window is None:
-            return seen_B1QC
+            return self._given(seen_B1QC)
         columns_C = torch.arange(seen_B1QC.shape[-1], device=seen_B1QC.device)
-        near_B1QC = seen_B1QC & (columns_C > positions_BQ[:, None, :, None] - self.window)
-        return {"full_attention": seen_B1QC, WINDOWED: near_B1QC} if self.mixed else near_B1QC
+        near_B1QC = self._given(seen_B1QC & (columns_C > positions_BQ[:, None, :, None] - self.window))
+        return {"full_attention": self._given(seen_B1QC), WINDOWED: near_B1QC} if self.mixed else near_B1QC
+
+    def _given(self, seen_B1QC: torch.Tensor) -> torch.Tensor:
+        """A mask as the model's attention takes it: bool, or what is added to the scores."""
+        if not self.adds:
+            return seen_B1QC
+        dtype = self.lm_head.weight.dtype
+        return torch.zeros_like(seen_B1QC, dtype=dtype).masked_fill(~seen_B1QC, torch.finfo(dtype).min)

@@ -163,7 +163,7 @@ def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_
     def load(model: Target) -> Any:
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
-                model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+                model.path, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             )
         except (OSError, ValueError, ImportError) as error:
             raise Refused(f"{model.path} cannot be loaded ({str(error).splitlines()[0]})") from None

@@ -18,7 +18,8 @@ from featurize.store import cut_units, teacher_positions
 from featurize.tokenised import Document, TokenisedSet, load_renderer, tokenise
 from models.config import TargetConfig
 from models.errors import Refused
-from models.target import Target
+from models.target import Target, describe_target
+from tests.models.test_export_families import FAMILIES, family
 
 LAYERS = (1, 4, 7)
 
@@ -39,6 +40,20 @@ def plain_planes(backend: Backend, ids: torch.Tensor) -> tuple[torch.Tensor, tor
         states = backend.model(input_ids=ids.long()[None], output_hidden_states=True).hidden_states
     aux = torch.stack([states[layer][0] for layer in LAYERS], dim=1)
     return aux.bfloat16(), states[-1][0].bfloat16()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_targets_of_every_family_can_be_run(name: str, tmp_path: Path) -> None:
+    model = family(name, tmp_path)
+    settings = TargetConfig(path=str(tmp_path), dtype="float32")
+    backend = load_backend(describe_target(settings), settings, LAYERS, "cpu")
+    rows = [torch.arange(3, 9), torch.arange(4, 40)]
+    aux, final = backend.planes(featurize.extract.pad(rows))
+    for row, ids in enumerate(rows):
+        with torch.no_grad():
+            states = model(input_ids=ids[None], output_hidden_states=True).hidden_states
+        for ours, wanted in zip((*aux, final), (states[1], states[4], states[7], states[-1]), strict=True):
+            torch.testing.assert_close(ours[row, : len(ids)], wanted[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
