@@ -122,7 +122,7 @@ def read_json_lines(path: Path) -> list[Any]:
     if not path.exists():
         return []
     text, values = path.read_text(errors="replace"), []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             values.append(json.loads(line))
         except ValueError:

@@ -131,8 +131,9 @@ def worth(story: Story, weights: str) -> str:
         rows = [_acceptance("all", reference)]
         rows += [_acceptance(route, each) for route, each in sorted(reference["routes"].items())]
         text = (
-            f"Mean acceptance length (AL: tokens per forward of the target, the bonus token included), greedy, "
-            f"{measured['k']} drafted tokens, measured by draftsmith's reference decoder:\n\n"
+            "Mean acceptance length (AL: tokens per forward of the target, the bonus token included), "
+            f"{reference.get('how') or 'greedy, k = ' + str(measured['k'])}, measured by draftsmith's reference decoder:"
+            "\n\n"
             + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
         )
         method = method_of_head(served)

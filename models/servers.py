@@ -180,7 +180,8 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
 
 
 def get(url: str, timeout_s: float) -> httpx.Response:
-    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=PLAIN)
+    verify = True if url.startswith("https:") else PLAIN
+    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=verify)
 
 
 def _asked(url: str, *keys: str | int) -> str | None:
