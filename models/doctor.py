@@ -41,7 +41,7 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
     model_type = target.config.model_type if target is not None else record.target_type if record is not None else None
     found = [
         *judge_config(head),
-        *judge_planes(head, target.num_layers if target is not None else None),
+        *judge_planes(head, target.num_layers if target is not None else None, model_type),
         *judge_tensors(head),
         *(judge_target(head, target) if target is not None else ()),
         *judge_rope(head, trained, target),

@@ -51,7 +51,7 @@ from models.engines import (
 from models.errors import Refused
 from models.mtp import MtpConfig, MtpHead
 from models.native import SHARD, write_native
-from models.serving import family
+from models.serving import remarks_on
 from models.target import Target, aux_layers, describe_target
 from models.vocabulary import ids_from_offsets, maps
 
@@ -129,7 +129,7 @@ def export_config(head: DraftHead, target: Target, settings: ExportConfig) -> di
     }
     if isinstance(head, MtpHead):
         return mtp_config_json(head.config, getattr(torch, settings.dtype), special)
-    plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
+    plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special, target.config.model_type)
     if settings.dialect == "plain":
         return plain
     if settings.k is None:
@@ -312,7 +312,7 @@ def tell(run: Path, settings: ExportConfig, model: TargetConfig, draft: DraftCon
 
 def engines_that_load(dialect: str, model_type: str) -> str:
     """The engines that load an export in this dialect over such a target, with their verb."""
-    unserved = family(model_type).unserved
+    unserved = remarks_on(model_type).unserved
     engines = [each for each in ("vLLM", "SGLang") if each not in unserved and (each == "vLLM" or dialect == "plain")]
     return f"{' and '.join(engines) or 'no engine'} load{'' if len(engines) == 2 else 's'}"
 

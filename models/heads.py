@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 
 from models.artefact import read_json
 from models.eagle3 import Eagle3Config
+from models.engines import planes_of_sglang
 from models.errors import Refused
 from models.rope import Rope
 
@@ -167,11 +168,10 @@ class HeadFiles:
         ids = self.given.get(IDS) or self.eagle.get("layer_ids")
         return tuple(ids) if ids else None
 
-    @cached_property
-    def sglang_planes(self) -> tuple[int, ...] | None:
-        """Planes that SGLang is told to capture, in our counting; None: its default."""
+    def sglang_planes(self, model_type: str | None) -> tuple[int, ...] | None:
+        """Planes of a target of this type that SGLang is told to capture, in our counting; None: its default."""
         ids = self.eagle.get(IDS)
-        return tuple(layer + 1 for layer in ids) if ids else None
+        return planes_of_sglang(ids, model_type) if ids else None
 
     def eagle3_config(self, aux_layers: Sequence[int]) -> Eagle3Config:
         """Ours, of the same shape, for these planes."""

@@ -78,8 +78,8 @@ def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
     """The planes that fc fuses: what the configuration tells either engine, else the engines' default."""
     if not files.fused:
         return ()
-    told = {planes for planes in (files.vllm_planes, files.sglang_planes) if planes is not None}
-    if len(told) > 1:
+    vllm, sglang = files.vllm_planes, files.sglang_planes(target.config.model_type)
+    if vllm is not None and sglang is not None and vllm != sglang:
         raise Refused(
             f"{files.directory} tells vLLM to capture planes {list(files.vllm_planes or ())} and SGLang "
             f"{list(files.sglang_planes or ())}; correct its config.json to what it was trained on"

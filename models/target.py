@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from models.artefact import fingerprint, read_json
 from models.config import TargetConfig
 from models.errors import Refused
+from models.serving import remarks_on
 
 LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """What a target's configuration may do to `lm_head(final plane)` before it is its logits."""
@@ -274,7 +275,8 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     """Planes that the head fuses, ascending; the engines' default (2, L // 2, L - 3) when none are requested.
 
     Raises:
-        Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1.
+        Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1; or they begin with 1
+            over a target for which SGLang cannot be told so.
     """
     depth = target.num_layers
     layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
@@ -290,3 +292,8 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
             f"target.aux_layers {list(layers)} must be two or more: SGLang skips the fusion of a single plane"
         )
     return layers
+    if layers[0] == 1 and remarks_on(target.config.model_type).sglang_shifts_from_1:
+        raise Refused(
+            f"target.aux_layers {list(layers)}: SGLang takes planes that begin with 1 for the next ones over "
+            f"{target.config.model_type}; begin with 2 or later"
+        )
