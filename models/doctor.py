@@ -8,7 +8,6 @@ wrongly or not at all; 2: there is nothing that could be examined.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -79,10 +78,10 @@ def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
 
-    from conf.help import described
+    from conf.help import Parser, described
 
     transformers_logging.set_verbosity_error()  # its remarks on a configuration are among the findings, or of no use
-    parser = argparse.ArgumentParser("python -m models.doctor", **described("models.doctor"))
+    parser = Parser("python -m models.doctor", **described("models.doctor"))
     parser.add_argument("directory", type=Path, help="a head: config.json and safetensors")
     parser.add_argument("--target", help="directory of the target model")
     parser.add_argument("--engine", choices=[engine.lower() for engine in BOTH], help="ask for one engine only")

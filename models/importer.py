@@ -8,7 +8,6 @@ leaving it out would make another head of it. The tensors are the file's, in fp3
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -187,10 +186,10 @@ def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
 
-    from conf.help import described
+    from conf.help import Parser, described
 
     transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser("python -m models.importer", **described("models.importer"))
+    parser = Parser("python -m models.importer", **described("models.importer"))
     parser.add_argument("directory", type=Path, help="a head: config.json and safetensors")
     parser.add_argument("--target", required=True, help="directory of the target model")
     parser.add_argument("--out", required=True, type=Path, help="directory of the checkpoint; it must not exist")
