@@ -27,6 +27,7 @@ from models.errors import Refused
 from models.heads import HeadFiles, same_rotation, same_values
 from models.rope import attention_scales, standardised
 from models.target import Target, aux_layers, describe_target
+from models.terminal import printable
 from models.vocabulary import ids_from_offsets
 
 
@@ -80,10 +81,10 @@ def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
     vllm, sglang = files.vllm_planes, files.sglang_planes(target.config.model_type)
     if vllm is not None and sglang is not None and vllm != sglang:
         raise Refused(
-            f"{files.directory} tells vLLM to capture planes {list(files.vllm_planes or ())} and SGLang "
-            f"{list(files.sglang_planes or ())}; correct its config.json to what it was trained on"
+            f"{files.directory} tells vLLM to capture planes {list(vllm)} and SGLang {list(sglang)}; correct its "
+            "config.json to what it was trained on"
         )
-    return aux_layers(target, next(iter(told), None))
+    return aux_layers(target, vllm or sglang)
 
 
 def _config(files: HeadFiles, target: Target) -> Eagle3Config:
@@ -198,7 +199,7 @@ def main() -> None:
         target = describe_target(TargetConfig(path=asked.target), "--target ")
         head = import_head(asked.directory, asked.out, target)
     except (Refused, OSError) as error:
-        print(f"importer: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"importer: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     unlike = _asked_for_nothing(target, head.config)
     print(f"imported to {asked.out}; evaluate it with export.checkpoint={asked.out}, or train it on with")
