@@ -246,7 +246,7 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
 
     directory = Path(settings.path).expanduser()
     if not directory.is_dir():
-        directory = _from_hub(settings.path, option, weights)
+        directory = _from_hub(settings, option, weights)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -258,13 +258,14 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
     return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code, nested)
 
 
-def _from_hub(name: str, option: str, weights: bool) -> Path:
+def _from_hub(settings: TargetConfig, option: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise Refused(f"{option}{name} is not a directory; prepare the target first or correct the path")
     try:
-        patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+        patterns += ["*.safetensors"] * weights + ["*.py"] * settings.trust_remote_code
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).splitlines()[0]
@@ -277,6 +278,7 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     Raises:
         Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1; or they begin with 1
             over a target for which SGLang cannot be told so.
+    name = settings.path
     """
     depth = target.num_layers
     layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
