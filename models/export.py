@@ -106,12 +106,13 @@ def check_exportable(config: HeadConfig, directory: Path, settings: ExportConfig
     """Check that a head of this shape can be exported as it is asked for.
 
     Raises:
-        Refused: the dialect has no such heads, or vLLM would not take an MTP head in this directory for one.
+        Refused: the dialect has no such heads, or vLLM would not take an MTP head at these places for one.
     """
     if isinstance(config, MtpConfig):
         if settings.dialect != "plain":
             raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
-        check_mtp_path(str(directory.absolute()), "name or root")
+        for path, key in ((str(directory.absolute()), "name or root"), (settings.push_to or "", "export.push_to")):
+            check_mtp_path(path, key)
     elif settings.dialect == "speculators" and not config.use_aux_hidden_state:
         raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
 
