@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from models.artefact import file_sha256, telling_disk_errors
+from models.artefact import file_sha256, share, telling_disk_errors
 from models.config import PackagedWeights, TargetConfig
 from models.errors import Refused
 
@@ -66,7 +66,7 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         tokenizer.save_pretrained(temporary)
         directory.mkdir(exist_ok=True)
         for file in sorted(Path(temporary).iterdir(), key=lambda file: file.name == "config.json"):
-            file.chmod(0o644)  # safetensors writes files that only their owner may read
+            share(file)
             shutil.move(file, directory / file.name)
 
 
