@@ -45,7 +45,9 @@ GRACE_S = 20.0
 
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*:\s*\S|(?:^|\s)error: ", re.IGNORECASE)
-_OF_OUR_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that make a process one of a job of many: what we start is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,7 @@ def running(
     """
     port = claim_port(engine.host)
     words, variables = command(engine, target_path, port, purpose), own_environment(engine)
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_JOB}
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS}
     environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     shown = show(words, variables)
     directory.mkdir(parents=True, exist_ok=True)
