@@ -157,7 +157,7 @@ def judge_tensors(head: HeadFiles) -> Iterator[Finding]:
         if stored.shape != shape:
             yield Finding(name, _misshapen(head, name, shape) + ": loading fails")
         if name == "d2t" and stored.dtype not in (torch.int64, torch.int32):
-            yield Finding(name, f"is {stored.dtype}, not int64: ids are not whole numbers")
+            yield Finding(name, f"is {stored.dtype or 'of another dtype'}, not int64: not read as ids")
         elif name != "d2t" and not (stored.dtype and stored.dtype.is_floating_point):
             yield Finding(name, f"is {stored.dtype or 'of a dtype that no head is kept in'}: not a weight")
     for name in sorted(head.tensors.keys() - expected.keys()):

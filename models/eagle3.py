@@ -292,7 +292,8 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
       embedding of the token it continues from can enter, rather than to the average of its past.
 
     Args:
-        sample_TAP: some of the target's planes that the head reads, [T, A, P], to measure the channels on.
+        sample_TAP: some of the target's planes that the head reads, [T, A, P] of any float dtype, to measure the
+            channels on.
     """
     config, attention = head.config, head.midlayer.self_attn
     with torch.no_grad():

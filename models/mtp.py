@@ -286,7 +286,7 @@ def initialise(head: MtpHead, target: Target, sample_T1P: torch.Tensor) -> None:
     - Both branches of the layer start nearly silent, and every query as its group's key: a row attends to itself.
 
     Args:
-        sample_T1P: some final planes of the target, to measure the channels on.
+        sample_T1P: some final planes of the target, [T, 1, P] of any float dtype, to measure the channels on.
     """
     config, attention = head.layer.self_attn.config, head.layer.self_attn
     size, hidden = attention.head_dim, head.config.hidden_size

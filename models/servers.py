@@ -62,6 +62,7 @@ class Server:
         kind: "vllm" or "sglang".
         model: the name under which it serves the target.
         process: None for one that somebody else started; then there is no command and no log either.
+        log_start: where in the log, in bytes, its own output begins.
     """
 
     url: str
@@ -182,6 +183,11 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
 
 
 def get(url: str, timeout_s: float) -> httpx.Response:
+    """A page of a server; proxies that the environment names are for the world outside.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+    """
     return httpx.get(url, timeout=timeout_s, trust_env=False, verify=PLAIN)
 
 

@@ -147,7 +147,11 @@ class Target:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The file of every tensor, of those that transformers leaves aside too."""
+        """The file of every tensor, of those that transformers leaves aside too.
+
+        Raises:
+            Refused: there is no safetensors file and no index of shards, or it cannot be read.
+        """
         directory = Path(self.path)
         index = directory / "model.safetensors.index.json"
         if index.exists():
@@ -172,7 +176,11 @@ class Target:
             raise Refused(f"{path} cannot be read as safetensors ({error}); copy the target again") from None
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor by its full name, in the dtype of the file."""
+        """One tensor by its full name, in the dtype of the file.
+
+        Raises:
+            Refused: its file is gone or torn.
+        """
         with self._open(self.files[name]) as handle:
             return handle.get_tensor(name)
 
@@ -189,11 +197,15 @@ class Target:
         return names[0]
 
     def load_embedding(self) -> torch.Tensor:
-        """The input embedding [V, H]."""
+        """The input embedding [V, H], in the dtype of the file.
+
+        Raises:
+            Refused: there is none, or several.
+        """
         return self.read(self._embedding_name)
 
     def load_lm_head(self) -> torch.Tensor:
-        """The output head [V, H]: its own tensor where there is one, else the embedding when the target ties them.
+        """The output head [V, H], in the dtype of the file: its own tensor, or the embedding where they are tied.
 
         Raises:
             Refused: the target is untied and has no head tensor, or it has several.
@@ -208,7 +220,11 @@ class Target:
         raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
     def load_final_norm(self) -> torch.Tensor:
-        """What the norm before the output head multiplies by, [H]."""
+        """What the norm before the output head multiplies by, [H], in the dtype of the file.
+
+        Raises:
+            Refused: there is no such norm beside the embedding.
+        """
         name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
         if name not in self.files:
             raise Refused(f"{self.path} has no {name}")
@@ -261,6 +277,7 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
 def _from_hub(settings: TargetConfig, option: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    name = settings.path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise Refused(f"{option}{name} is not a directory; prepare the target first or correct the path")
     try:
@@ -278,7 +295,6 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     Raises:
         Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1; or they begin with 1
             over a target for which SGLang cannot be told so.
-    name = settings.path
     """
     depth = target.num_layers
     layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
@@ -293,9 +309,9 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
         raise Refused(
             f"target.aux_layers {list(layers)} must be two or more: SGLang skips the fusion of a single plane"
         )
-    return layers
     if layers[0] == 1 and remarks_on(target.config.model_type).sglang_shifts_from_1:
         raise Refused(
             f"target.aux_layers {list(layers)}: SGLang takes planes that begin with 1 for the next ones over "
             f"{target.config.model_type}; begin with 2 or later"
         )
+    return layers
