@@ -323,4 +323,4 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
         nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=min(0.01, MLP_SHARE * config.intermediate_size**-0.5))
         if config.hidden_size == target.hidden_size:
             head.lm_head.weight.copy_(target.load_lm_head()[head.ids_D.cpu()].float())
-            head.norm.weight.copy_(target.load_final_norm().float())
+            head.norm.weight.copy_(target.load_final_norm())

@@ -219,8 +219,8 @@ class Target:
             return self.load_embedding()
         raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
-    def load_final_norm(self) -> torch.Tensor:
-        """What the norm before the output head multiplies by, [H], in the dtype of the file.
+    def load_final_norm_weight(self) -> torch.Tensor:
+        """The weight of the norm before the output head as it is stored, [H], in the dtype of the file.
 
         Raises:
             Refused: there is no such norm beside the embedding.
@@ -228,7 +228,15 @@ class Target:
         name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
         if name not in self.files:
             raise Refused(f"{self.path} has no {name}")
-        weight = self.read(name)
+        return self.read(name)
+
+    def load_final_norm(self) -> torch.Tensor:
+        """What the norm before the output head multiplies by, fp32 [H]: its weight, of some families added to 1.
+
+        Raises:
+            Refused: as `load_final_norm_weight`.
+        """
+        weight = self.load_final_norm_weight().float()
         return weight + 1 if self.config.model_type in CENTRED_AT_ONE else weight
 
     @cached_property

@@ -149,6 +149,15 @@ def test_the_final_plane_is_the_final_norm_of_the_last_and_the_lm_head_of_it_is_
     torch.testing.assert_close(normed * target.load_final_norm(), final)
 
 
+def test_what_a_norm_centred_at_1_multiplies_by_is_not_rounded_to_the_files_dtype(tmp_path):
+    model = family("gemma3", tmp_path / "target").bfloat16()
+    model.save_pretrained(tmp_path / "target")
+    target = describe_target(TargetConfig(path=str(tmp_path / "target")))
+    weight = target.load_final_norm_weight()
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, model.model.norm.weight)
+    assert torch.equal(target.load_final_norm(), 1 + weight.float())
+
+
 def test_b30_a_gemma_inside_a_multimodal_target_gets_the_head_of_its_text_model(tmp_path):
     from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForConditionalGeneration
