@@ -26,7 +26,17 @@ from models.serving import remarks_on
 LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """What a target's configuration may do to `lm_head(final plane)` before it is its logits."""
 
-CENTRED_AT_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+CENTRED_AT_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "minimax_m3_vl_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "step3p5",
+)
 """Model types whose norms multiply by 1 + weight."""
 
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from models.config import DraftConfig, ExportConfig, TargetConfig
@@ -18,7 +21,7 @@ from models.errors import Refused
 from models.export import export_head
 from models.planes import captured, decoder_of
 from models.rope import Rope, standardised
-from models.target import describe_target
+from models.target import CENTRED_AT_ONE, describe_target
 from tests.models.heads import save_trained
 from tests.models.independent import ENGINES
 from tests.models.test_export_engines import check_reading
@@ -147,6 +150,20 @@ def test_the_final_plane_is_the_final_norm_of_the_last_and_the_lm_head_of_it_is_
     torch.testing.assert_close(final @ target.load_lm_head().T, logits)
     normed = planes[8] * (planes[8].pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps).rsqrt()
     torch.testing.assert_close(normed * target.load_final_norm(), final)
+
+
+def test_the_targets_whose_last_norm_is_centred_at_1_are_those_of_transformers():
+    encoders_and_capped = {"t5gemma", "t5gemma2", "vaultgemma"}
+    found: dict[str, list[str]] = {}
+    for path in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
+        text = path.read_text()
+        norms = [c.partition("(")[0] for c in text.split("\nclass ") if "(1.0 + self.weight" in c and "RMSNorm(" in c]
+        last = re.search(rf"self\.norm = (?:{'|'.join(norms)})\(config\.hidden_size", text)
+        if norms and last and path.parent.name not in encoders_and_capped:
+            configuration = path.with_name(path.name.replace("modeling", "configuration")).read_text()
+            found[path.parent.name] = re.findall(r'model_type = "(\w+)"', configuration)
+    assert [name for name, types in found.items() if not set(types) & set(CENTRED_AT_ONE)] == []
+    assert set(CENTRED_AT_ONE) <= {each for types in found.values() for each in types}
 
 
 def test_what_a_norm_centred_at_1_multiplies_by_is_not_rounded_to_the_files_dtype(tmp_path):
