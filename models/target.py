@@ -23,7 +23,15 @@ from models.config import TargetConfig
 from models.errors import Refused
 from models.serving import remarks_on
 
-LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+LOGIT_KEYS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 """What a target's configuration may do to `lm_head(final plane)` before it is its logits."""
 
 CENTRED_AT_ONE = (
