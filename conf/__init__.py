@@ -8,6 +8,8 @@ imports nothing of a package but its config.py, and is imported by nothing but t
 
 from __future__ import annotations
 
+from conf import interrupted  # isort: skip, it is for all the others
+
 import contextlib
 import errno
 import fcntl
@@ -18,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -217,10 +220,14 @@ def stage(
     only shows something returns None, and leaves no trace. Several launches at once are refused, unless the stage is
     `shared` and sees to that itself. `sweep` is given the overrides of a --multirun and returns an exit code.
     With `dry_run=true` the function `dry_run` tells what `work` would do; it is called in its place.
-    Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks.
+    Exits with 2 and one line on bad input, 130 on Ctrl-C. HYDRA_FULL_ERROR=1 shows tracebacks. --help and --version
+    are answered at once.
     """
     if help.asks_for_help(sys.argv[1:]):
         help.tell()
+    if "--version" in sys.argv[1:]:
+        print(f"draftsmith {metadata.version('draftsmith')}")  # Hydra would tell its own
+        sys.exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
@@ -248,7 +255,7 @@ def stage(
         try:
             task(config)
         except KeyboardInterrupt:
-            print(f"{name}: interrupted; run it again to go on", file=sys.stderr)
+            print(f"{name}: {interrupted.SAID}", file=sys.stderr)
             _leave(130)
         except SystemExit as left:
             _leave(int(left.code or 0))

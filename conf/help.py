@@ -158,6 +158,15 @@ def _examples(command: str) -> list[str]:
     return ["examples:", *(f"  python -m {command} {example}".rstrip() for example in COMMANDS[command][1])]
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, for a command that has options of its own: a mistake costs one line, and --help tells the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with 2."""
+        print(f"{self.prog.rpartition('.')[2]}: {message}; --help tells how it is called", file=sys.stderr)
+        sys.exit(2)
+
+
 def described(command: str) -> dict[str, Any]:
     """What argparse is to print before and behind the options of a command that has some of its own."""
     return {

@@ -43,7 +43,8 @@ from featurize.config import FeaturizeConfig
 from featurize.contract import dtype_name
 from models.config import EngineConfig
 from models.errors import Refused
-from models.servers import PLAIN, Server, attached, running
+from models.servers import Server, attached, authorities, running
+from models.serving import remarks_on
 from models.target import Target
 
 CONNECTOR = "draftsmith_planes"
@@ -74,7 +75,7 @@ def final_norm(target: Target) -> torch.nn.Module:
             f"{type(model).__name__}: its final norm is not a weight at `norm`, so that vLLM's last plane cannot be "
             "finished here; use featurize.backend=transformers"
         )
-    norm.load_state_dict({"weight": target.load_final_norm().to(target.dtype)}, assign=True)
+    norm.load_state_dict({"weight": target.load_final_norm_weight().to(target.dtype)}, assign=True)
     return norm.eval()
 
 
@@ -162,7 +163,8 @@ class VllmBackend:
     def _client(self) -> httpx.Client:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.in_flight)
         timeout = httpx.Timeout(self.timeout_s, connect=30)
-        return httpx.Client(base_url=self.server.url, timeout=timeout, limits=limits, trust_env=False, verify=PLAIN)
+        url = self.server.url
+        return httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False, verify=authorities([url]))
 
     def _refuse(self, name: str, reason: str) -> Refused:
         return Refused(f"document {name}: {reason}; {self.server.last_words()}")
@@ -292,8 +294,14 @@ def served_planes(
         directory: where our own server runs and keeps its log; the log stays when something failed.
 
     Raises:
-        Refused: no server is configured, it does not start or answer, or its files would not fit.
+        Refused: vLLM cannot do this for the target, no server is configured, it does not start or answer, or its
+            files would not fit.
     """
+    if not remarks_on(target.config.model_type).vllm_extracts:
+        raise Refused(
+            f"featurize.backend=vllm: vLLM gives no planes of a {target.config.model_type} target; use "
+            "featurize.backend=transformers"
+        )
     if settings.url is None and engine.kind != "vllm":
         raise Refused(
             f"featurize.backend=vllm needs a server: engine=vllm or engine=vllm-cpu starts one (engine.kind is "

@@ -30,10 +30,11 @@ from models.errors import Refused
 log = logging.getLogger(__name__)
 
 
-def _umask() -> int:
+def share(path: Path) -> None:
+    """Give a file the permissions of any other new one: safetensors writes files that only their owner may read."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    path.chmod(0o666 & ~mask)
 
 
 def _flush(path: Path) -> None:
@@ -54,8 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        # safetensors writes files that only their owner may read; a run is shared like any other file.
-        temporary.chmod(0o666 & ~_umask())
+        share(temporary)
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)
@@ -72,8 +72,8 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            _flush(file)
+        for inside in temporary.rglob("*"):
+            _flush(inside)
         _flush(temporary)
         if path.exists():  # a directory cannot be renamed over another: the old one steps aside whole
             os.replace(path, aside)
@@ -132,7 +132,11 @@ def read_json_lines(path: Path) -> list[Any]:
 
 @contextlib.contextmanager
 def telling_disk_errors(path: Path) -> Iterator[None]:
-    """Turn safetensors' errors back into the operating system's, which it wraps into text: a full disk, say."""
+    """Turn safetensors' errors back into the operating system's, which it wraps into text: a full disk, say.
+
+    Raises:
+        OSError: safetensors could not write below `path`.
+    """
     try:
         yield
     except SafetensorError as error:
@@ -141,7 +145,11 @@ def telling_disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically; equal tensors and metadata give equal bytes."""
+    """Write a safetensors file atomically; equal tensors and metadata give equal bytes.
+
+    Raises:
+        OSError: as the operating system told safetensors.
+    """
     with replacing(path) as temporary, telling_disk_errors(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata or {}))
 

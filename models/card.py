@@ -20,7 +20,7 @@ from typing import Any
 from models.artefact import file_sha256, read_json, read_json_lines, write_bytes
 from models.config import ExportConfig
 from models.engines import HEADS, sglang_options, vllm_options
-from models.serving import Family, family
+from models.serving import Remarks, remarks_on
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -130,10 +130,10 @@ def worth(story: Story, weights: str) -> str:
         reference, served = measured["reference"], measured.get("served") or {}
         rows = [_acceptance("all", reference)]
         rows += [_acceptance(route, each) for route, each in sorted(reference["routes"].items())]
+        how = reference.get("how") or f"greedy, k = {measured['k']}"
         text = (
             "Mean acceptance length (AL: tokens per forward of the target, the bonus token included), "
-            f"{reference.get('how') or 'greedy, k = ' + str(measured['k'])}, measured by draftsmith's reference decoder:"
-            "\n\n"
+            f"{how}, measured by draftsmith's reference decoder:\n\n"
             + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
         )
         method = method_of_head(served)
@@ -161,7 +161,7 @@ def worth(story: Story, weights: str) -> str:
 
 
 def serving(
-    config: dict[str, Any], settings: ExportConfig, k: int, dtype: str, head: dict[str, Any] | None, remarks: Family
+    config: dict[str, Any], settings: ExportConfig, k: int, dtype: str, head: dict[str, Any] | None, remarks: Remarks
 ) -> str:
     """The section with the commands, for a target of a family with these remarks.
 
@@ -297,7 +297,7 @@ def card_text(directory: Path, story: Story, settings: ExportConfig, dtype: str)
         ),
         _table(["what", "value"], shape),
         "## Serving",
-        serving(config, settings, k or USUAL_K, dtype, head, family(record.get("target_type"))) + guess,
+        serving(config, settings, k or USUAL_K, dtype, head, remarks_on(record.get("target_type"))) + guess,
         "## What it is worth",
         worth(story, weights),
         "## What it was made from",

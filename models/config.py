@@ -179,7 +179,8 @@ class EngineConfig:
         kind: "vllm" or "sglang", or "none" to evaluate in process only.
         python: interpreter of the environment that holds the engine.
         dtype: dtype of the served target and head.
-        max_model_len: context length of the server.
+        max_model_len: context length of the server, in tokens.
+        tensor_parallel_size: accelerators that share the target.
         arguments: further command-line arguments, as they are.
         environment: further environment variables.
         host: address to bind; loopback unless told otherwise.

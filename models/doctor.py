@@ -8,7 +8,6 @@ wrongly or not at all; 2: there is nothing that could be examined.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from models.doctor_values import judge_values
 from models.errors import Refused
 from models.heads import HeadFiles
 from models.target import Target, describe_target
-from models.terminal import tables
+from models.terminal import printable, tables
 
 
 def diagnose(directory: Path, target: Target | None = None, engine: str | None = None) -> list[Finding]:
@@ -41,7 +40,7 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
     model_type = target.config.model_type if target is not None else record.target_type if record is not None else None
     found = [
         *judge_config(head),
-        *judge_planes(head, target.num_layers if target is not None else None),
+        *judge_planes(head, target.num_layers if target is not None else None, model_type),
         *judge_tensors(head),
         *(judge_target(head, target) if target is not None else ()),
         *judge_rope(head, trained, target),
@@ -53,15 +52,15 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
     return sorted(kept, key=lambda finding: not finding.wrong)
 
 
-def _line(text: str) -> str:
-    """Without control characters: names and values come from files that anybody made."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def show(findings: list[Finding], console: Console) -> None:
     """Print findings, as a table on a terminal and as plain lines elsewhere."""
     rows = [
-        ("wrong" if finding.wrong else "note", " and ".join(finding.engines), _line(finding.about), _line(finding.text))
+        (
+            "wrong" if finding.wrong else "note",
+            " and ".join(finding.engines),
+            printable(finding.about),
+            printable(finding.text),
+        )
         for finding in findings
     ]
     if not console.is_terminal:
@@ -79,10 +78,10 @@ def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
 
-    from conf.help import described
+    from conf.help import Parser, described
 
     transformers_logging.set_verbosity_error()  # its remarks on a configuration are among the findings, or of no use
-    parser = argparse.ArgumentParser("python -m models.doctor", **described("models.doctor"))
+    parser = Parser("python -m models.doctor", **described("models.doctor"))
     parser.add_argument("directory", type=Path, help="a head: config.json and safetensors")
     parser.add_argument("--target", help="directory of the target model")
     parser.add_argument("--engine", choices=[engine.lower() for engine in BOTH], help="ask for one engine only")
@@ -93,14 +92,15 @@ def main() -> None:
         target = describe_target(TargetConfig(path=asked.target), "--target ") if asked.target else None
         findings = diagnose(asked.directory, target, engine)
     except (Refused, OSError) as error:
-        print(f"doctor: {_line(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"doctor: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     show(findings, console)
     wrong = sum(finding.wrong for finding in findings)
     notes, names = len(findings) - wrong, engine or " and ".join(BOTH)
+    noted = f"{notes} note{'s' * (notes != 1)}"
     verdict = f"{wrong} wrong, would not be served as trained" if wrong else "sound"
     unseen = "" if target is not None else "; not compared with its target (--target)"
-    console.print(Text(f"{asked.directory} in {names}: {verdict}; {notes} notes{unseen}"), soft_wrap=True)
+    console.print(Text(f"{asked.directory} in {names}: {verdict}; {noted}{unseen}"), soft_wrap=True)
     sys.exit(1 if wrong else 0)
 
 

@@ -157,7 +157,7 @@ def judge_tensors(head: HeadFiles) -> Iterator[Finding]:
         if stored.shape != shape:
             yield Finding(name, _misshapen(head, name, shape) + ": loading fails")
         if name == "d2t" and stored.dtype not in (torch.int64, torch.int32):
-            yield Finding(name, f"is {stored.dtype}, not int64: ids are not whole numbers")
+            yield Finding(name, f"is {stored.dtype or 'of another dtype'}, not int64: not read as ids")
         elif name != "d2t" and not (stored.dtype and stored.dtype.is_floating_point):
             yield Finding(name, f"is {stored.dtype or 'of a dtype that no head is kept in'}: not a weight")
     for name in sorted(head.tensors.keys() - expected.keys()):
@@ -211,19 +211,19 @@ def _unexpected(name: str, zero: bool) -> Iterator[Finding]:
         yield Finding(name, f"is there though {flag}: dropped", SGLANG)
 
 
-def judge_planes(head: HeadFiles, depth: int | None) -> Iterator[Finding]:
+def judge_planes(head: HeadFiles, depth: int | None, model_type: str | None) -> Iterator[Finding]:
     """Which planes each engine captures, and whether fc was made for as many.
 
     Args:
-        depth: layers of the target, if known.
+        depth, model_type: layers and type of the target, if known.
     """
     if not head.fused:
         return
     if head.num_planes == 1 and head.target_hidden_size == head.config.hidden_size:
         yield Finding("num_aux_hidden_states", "is 1: fc is skipped, as what comes in is as wide as a feature", SGLANG)
     default = None if depth is None else (2, depth // 2, depth - 3)
-    taken = {}
-    for engine, told, beyond in ((VLLM, head.vllm_planes, 0), (SGLANG, head.sglang_planes, 1)):
+    taken, by_vllm, by_sglang = {}, head.vllm_planes, head.sglang_planes(model_type)
+    for engine, told, beyond in ((VLLM, by_vllm, 0), (SGLANG, by_sglang, 1)):
         planes = told or default
         if planes is None or (engine == SGLANG and head.layout == "speculators"):
             continue
@@ -243,6 +243,6 @@ def judge_planes(head: HeadFiles, depth: int | None) -> Iterator[Finding]:
         (engine,) = taken
         rest = SGLANG if engine == VLLM else VLLM
         yield Finding(IDS, "not told, so the default is captured (2, L/2, L-3); give --target to compare", rest, False)
-    if head.vllm_planes is None and head.sglang_planes is not None:
+    if by_vllm is None and by_sglang is not None:
         said = "only in eagle_config: the V1 runner (no Triton, or VLLM_USE_V2_MODEL_RUNNER=0) is off by one"
         yield Finding(IDS, said, VLLM, wrong=False)

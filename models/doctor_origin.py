@@ -87,12 +87,11 @@ def _edits(head: HeadFiles, record: Record) -> Iterator[Finding]:
     was, now = dict(record.given), dict(head.given)
     if record.config.rope_parameters == head.config.rope_parameters:
         for key in ROPE:
-            was.pop(key, None), now.pop(key, None)
+            was.pop(key, None)
+            now.pop(key, None)
     for key, before, after in differences(was, now):
-        said, wrong = (
-            f"was {_shown(before)} when it was exported, is {_shown(after)}",
-            not _harmless(key, before, after),
-        )
+        said = f"was {_shown(before)} when it was exported, is {_shown(after)}"
+        wrong = not _harmless(key, before, after)
         yield Finding(key, said + (": not served as it was trained" if wrong else ""), wrong=wrong)
 
 

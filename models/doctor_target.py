@@ -13,7 +13,7 @@ from models.doctor_config import BOTH, SGLANG, VLLM, Finding
 from models.errors import Refused
 from models.heads import HeadFiles, same_rotation
 from models.rope import attention_scales, reach, standardised
-from models.serving import family
+from models.serving import remarks_on
 from models.target import Target, stretch
 
 RAISED = ("default", "linear", "llama3", "ntk", "proportional")
@@ -43,7 +43,7 @@ def judge_target(head: HeadFiles, target: Target) -> Iterator[Finding]:
 
 def judge_family(model_type: str | None) -> Iterator[Finding]:
     """What the engines need, or cannot do, for targets of this type."""
-    remarks = family(model_type)
+    remarks = remarks_on(model_type)
     for engine in BOTH:
         if reason := remarks.unserved.get(engine):
             yield Finding("target", f"is of a family that {engine} does not serve with a head: {reason}", (engine,))

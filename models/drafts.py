@@ -38,7 +38,11 @@ def kind(config: HeadConfig) -> str:
 
 
 def make_head(config: HeadConfig, ids_D: torch.Tensor | None = None) -> DraftHead:
-    """An untrained head; `ids_D` are the target ids of a reduced draft vocabulary."""
+    """An untrained head in fp32; `ids_D` are the int64 target ids of a reduced draft vocabulary.
+
+    Raises:
+        Refused: their number is not the configuration's, or transformers does not know the head's family.
+    """
     return Eagle3Head(config, ids_D) if isinstance(config, Eagle3Config) else MtpHead(config)
 
 
@@ -46,7 +50,7 @@ def initialise(head: DraftHead, target: Target, sample_TAP: torch.Tensor) -> Non
     """Give a new head its start values.
 
     Args:
-        sample_TAP: some of the target's planes that the head reads.
+        sample_TAP: some of the target's planes that the head reads, [T, A, P], of any float dtype.
     """
     if isinstance(head, Eagle3Head):
         eagle3.initialise(head, target, sample_TAP)

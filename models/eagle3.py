@@ -292,7 +292,8 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
       embedding of the token it continues from can enter, rather than to the average of its past.
 
     Args:
-        sample_TAP: some of the target's planes that the head reads, [T, A, P], to measure the channels on.
+        sample_TAP: some of the target's planes that the head reads, [T, A, P] of any float dtype, to measure the
+            channels on.
     """
     config, attention = head.config, head.midlayer.self_attn
     with torch.no_grad():
@@ -322,4 +323,4 @@ def initialise(head: Eagle3Head, target: Target, sample_TAP: torch.Tensor) -> No
         nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=min(0.01, MLP_SHARE * config.intermediate_size**-0.5))
         if config.hidden_size == target.hidden_size:
             head.lm_head.weight.copy_(target.load_lm_head()[head.ids_D.cpu()].float())
-            head.norm.weight.copy_(target.load_final_norm().float())
+            head.norm.weight.copy_(target.load_final_norm())

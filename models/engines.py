@@ -2,7 +2,8 @@
 
 Ours: plane i is the residual stream after i decoder layers. vLLM takes such ids raw, from the top level of
 config.json. SGLang takes the 0-based number of the layer whose output is meant, one less, from the nested
-eagle_config. Both are always written, with their count and every norm flag, so that neither engine guesses.
+eagle_config (over DeepSeek not always). Both are always written, with their count and every norm flag, so that
+neither engine guesses.
 Both stay silent about missing tensors, so `expected_tensors` says what a file must hold.
 
 A config.json comes in two dialects. "plain" is what both engines read. "speculators" is the layout of that
@@ -23,6 +24,7 @@ from models.eagle3 import Eagle3Config
 from models.errors import Refused
 from models.mtp import MtpConfig
 from models.rope import yarn_scale
+from models.serving import remarks_on
 
 
 def vllm_layer_ids(aux_layers: Sequence[int]) -> list[int]:
@@ -30,9 +32,22 @@ def vllm_layer_ids(aux_layers: Sequence[int]) -> list[int]:
     return list(aux_layers)
 
 
-def sglang_layer_ids(aux_layers: Sequence[int]) -> list[int]:
-    """Our plane numbers as SGLang counts them: the 0-based layer whose output the plane is."""
+def sglang_layer_ids(aux_layers: Sequence[int], model_type: str) -> list[int]:
+    """Our plane numbers as SGLang counts them: the 0-based layer whose output the plane is.
+
+    Over a target of a type that it shifts only from 1, any list but (2, ...) is left as it is; `aux_layers` lets no
+    list through that such a target would take for another one.
+    """
+    if remarks_on(model_type).sglang_shifts_from_1 and aux_layers[0] != 2:
+        return list(aux_layers)
     return [layer - 1 for layer in aux_layers]
+
+
+def planes_of_sglang(layer_ids: Sequence[int], model_type: str | None) -> tuple[int, ...]:
+    """The inverse of `sglang_layer_ids`; of a target of unknown type (None), as for most."""
+    if remarks_on(model_type).sglang_shifts_from_1 and layer_ids[0] != 1:
+        return tuple(layer_ids)
+    return tuple(layer + 1 for layer in layer_ids)
 
 
 def expected_tensors(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -102,7 +117,7 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     return scaling
 
 
-def _planes(aux_layers: Sequence[int]) -> dict[str, Any]:
+def _planes(aux_layers: Sequence[int], model_type: str) -> dict[str, Any]:
     """The keys that say which planes are captured; without any, both engines give the final plane as it is."""
     if not aux_layers:
         return {"eagle_config": {"use_aux_hidden_state": False}}
@@ -111,17 +126,20 @@ def _planes(aux_layers: Sequence[int]) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": vllm_layer_ids(aux_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(aux_layers),
+            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(aux_layers, model_type),
         },
     }
 
 
-def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any]) -> dict[str, Any]:
+def eagle3_config_json(
+    config: Eagle3Config, dtype: torch.dtype, special: dict[str, Any], model_type: str
+) -> dict[str, Any]:
     """config.json of a head that vLLM and SGLang both load.
 
     Args:
         dtype: of the float tensors; SGLang runs the head in what this says.
         special: bos_token_id and eos_token_id of the target, where it has them.
+        model_type: of the target; SGLang counts the planes of some otherwise.
     """
     shared = {key: getattr(config, key) for key in SHARED_KEYS}
     return {
@@ -136,7 +154,7 @@ def eagle3_config_json(config: Eagle3Config, dtype: torch.dtype, special: dict[s
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **_planes(config.aux_layers),
+        **_planes(config.aux_layers, model_type),
         "norm_before_residual": False,
         **special,
     }

@@ -51,7 +51,7 @@ from models.engines import (
 from models.errors import Refused
 from models.mtp import MtpConfig, MtpHead
 from models.native import SHARD, write_native
-from models.serving import family
+from models.serving import remarks_on
 from models.target import Target, aux_layers, describe_target
 from models.vocabulary import ids_from_offsets, maps
 
@@ -106,12 +106,13 @@ def check_exportable(config: HeadConfig, directory: Path, settings: ExportConfig
     """Check that a head of this shape can be exported as it is asked for.
 
     Raises:
-        Refused: the dialect has no such heads, or vLLM would not take an MTP head in this directory for one.
+        Refused: the dialect has no such heads, or vLLM would not take an MTP head at these places for one.
     """
     if isinstance(config, MtpConfig):
         if settings.dialect != "plain":
             raise Refused(f"export.dialect={settings.dialect} has no MTP heads that an engine reads; use plain")
-        check_mtp_path(str(directory.absolute()), "name or root")
+        for path, key in ((str(directory.absolute()), "name or root"), (settings.push_to or "", "export.push_to")):
+            check_mtp_path(path, key)
     elif settings.dialect == "speculators" and not config.use_aux_hidden_state:
         raise Refused("export.dialect=speculators has no word for a head without fc; use export.dialect=plain")
 
@@ -129,7 +130,7 @@ def export_config(head: DraftHead, target: Target, settings: ExportConfig) -> di
     }
     if isinstance(head, MtpHead):
         return mtp_config_json(head.config, getattr(torch, settings.dtype), special)
-    plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special)
+    plain = eagle3_config_json(head.config, getattr(torch, settings.dtype), special, target.config.model_type)
     if settings.dialect == "plain":
         return plain
     if settings.k is None:
@@ -312,7 +313,7 @@ def tell(run: Path, settings: ExportConfig, model: TargetConfig, draft: DraftCon
 
 def engines_that_load(dialect: str, model_type: str) -> str:
     """The engines that load an export in this dialect over such a target, with their verb."""
-    unserved = family(model_type).unserved
+    unserved = remarks_on(model_type).unserved
     engines = [each for each in ("vLLM", "SGLang") if each not in unserved and (each == "vLLM" or dialect == "plain")]
     return f"{' and '.join(engines) or 'no engine'} load{'' if len(engines) == 2 else 's'}"
 

@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 
 from models.artefact import read_json
 from models.eagle3 import Eagle3Config
+from models.engines import planes_of_sglang
 from models.errors import Refused
 from models.rope import Rope
 
@@ -167,11 +168,10 @@ class HeadFiles:
         ids = self.given.get(IDS) or self.eagle.get("layer_ids")
         return tuple(ids) if ids else None
 
-    @cached_property
-    def sglang_planes(self) -> tuple[int, ...] | None:
-        """Planes that SGLang is told to capture, in our counting; None: its default."""
+    def sglang_planes(self, model_type: str | None) -> tuple[int, ...] | None:
+        """Planes of a target of this type that SGLang is told to capture, in our counting; None: its default."""
         ids = self.eagle.get(IDS)
-        return tuple(layer + 1 for layer in ids) if ids else None
+        return planes_of_sglang(ids, model_type) if ids else None
 
     def eagle3_config(self, aux_layers: Sequence[int]) -> Eagle3Config:
         """Ours, of the same shape, for these planes."""
@@ -196,20 +196,27 @@ class HeadFiles:
 
 
 def flat(values: Any, directory: Path) -> tuple[str, dict[str, Any]]:
-    """Layout and flat keys of a config.json; the speculators format as vLLM flattens it."""
+    """Layout and flat keys of a config.json; the speculators format as vLLM flattens it.
+
+    Args:
+        directory: where it lies, for messages.
+
+    Raises:
+        Refused: it is none of an EAGLE-3 head, or a list or size in it is none.
+    """
     if not isinstance(values, dict):
         raise Refused(f"{directory}/config.json is not a JSON object")
     kind, layer = values.get("speculators_model_type"), values.get("transformer_layer_config")
     if kind is None or "model_type" in values:  # with a model_type, vLLM reads it as the plain format too
-        layout, flat = "plain", values
+        layout, keys = "plain", values
     elif kind == "eagle3" and isinstance(layer, dict):
-        layout, flat = "speculators", _flat_speculators(values, layer)
+        layout, keys = "speculators", _flat_speculators(values, layer)
     else:
         raise Refused(f"{directory} is a speculators head of type {kind}, or has no transformer_layer_config")
-    eagle = flat.get("eagle_config") or {}
+    eagle = keys.get("eagle_config") or {}
     if not isinstance(eagle, dict):
         raise Refused(f"{directory}/config.json: eagle_config is not an object")
-    for ids in (flat.get(IDS), eagle.get(IDS), eagle.get("layer_ids")):
+    for ids in (keys.get(IDS), eagle.get(IDS), eagle.get("layer_ids")):
         if ids is not None and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
             raise Refused(f"{directory}/config.json: {ids} is no list of layer ids")
     for key, most in {
@@ -217,9 +224,9 @@ def flat(values: Any, directory: Path) -> tuple[str, dict[str, Any]]:
         "target_hidden_size": MOST,
         "num_aux_hidden_states": MOST_PLANES,
     }.items():
-        if flat.get(key) is not None and not (type(flat[key]) is int and 1 <= flat[key] <= most):
-            raise Refused(f"{directory}/config.json: {key}={flat[key]} is not an integer in 1..{most}")
-    return layout, flat
+        if keys.get(key) is not None and not (type(keys[key]) is int and 1 <= keys[key] <= most):
+            raise Refused(f"{directory}/config.json: {key}={keys[key]} is not an integer in 1..{most}")
+    return layout, keys
 
 
 def _flat_speculators(values: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +242,11 @@ def _flat_speculators(values: dict[str, Any], layer: dict[str, Any]) -> dict[str
 
 
 def parsed(given: dict[str, Any], directory: Path) -> Any:
-    """transformers' view of flat keys, with its values for missing ones."""
+    """transformers' view of flat keys, with its values for missing ones.
+
+    Raises:
+        Refused: it cannot read them, or a size is out of bounds.
+    """
     values = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype", "model_type")}
     try:
         config = LlamaConfig.from_dict(copy.deepcopy(values))

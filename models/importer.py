@@ -8,7 +8,6 @@ leaving it out would make another head of it. The tensors are the file's, in fp3
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from models.errors import Refused
 from models.heads import HeadFiles, same_rotation, same_values
 from models.rope import attention_scales, standardised
 from models.target import Target, aux_layers, describe_target
+from models.terminal import printable
 from models.vocabulary import ids_from_offsets
 
 
@@ -78,13 +78,13 @@ def _planes(files: HeadFiles, target: Target) -> tuple[int, ...]:
     """The planes that fc fuses: what the configuration tells either engine, else the engines' default."""
     if not files.fused:
         return ()
-    told = {planes for planes in (files.vllm_planes, files.sglang_planes) if planes is not None}
-    if len(told) > 1:
+    vllm, sglang = files.vllm_planes, files.sglang_planes(target.config.model_type)
+    if vllm is not None and sglang is not None and vllm != sglang:
         raise Refused(
-            f"{files.directory} tells vLLM to capture planes {list(files.vllm_planes or ())} and SGLang "
-            f"{list(files.sglang_planes or ())}; correct its config.json to what it was trained on"
+            f"{files.directory} tells vLLM to capture planes {list(vllm)} and SGLang {list(sglang)}; correct its "
+            "config.json to what it was trained on"
         )
-    return aux_layers(target, next(iter(told), None))
+    return aux_layers(target, vllm or sglang)
 
 
 def _config(files: HeadFiles, target: Target) -> Eagle3Config:
@@ -187,10 +187,10 @@ def main() -> None:
     """The command line."""
     from transformers.utils import logging as transformers_logging
 
-    from conf.help import described
+    from conf.help import Parser, described
 
     transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser("python -m models.importer", **described("models.importer"))
+    parser = Parser("python -m models.importer", **described("models.importer"))
     parser.add_argument("directory", type=Path, help="a head: config.json and safetensors")
     parser.add_argument("--target", required=True, help="directory of the target model")
     parser.add_argument("--out", required=True, type=Path, help="directory of the checkpoint; it must not exist")
@@ -199,7 +199,7 @@ def main() -> None:
         target = describe_target(TargetConfig(path=asked.target), "--target ")
         head = import_head(asked.directory, asked.out, target)
     except (Refused, OSError) as error:
-        print(f"importer: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"importer: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     unlike = _asked_for_nothing(target, head.config)
     print(f"imported to {asked.out}; evaluate it with export.checkpoint={asked.out}, or train it on with")

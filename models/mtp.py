@@ -286,7 +286,7 @@ def initialise(head: MtpHead, target: Target, sample_T1P: torch.Tensor) -> None:
     - Both branches of the layer start nearly silent, and every query as its group's key: a row attends to itself.
 
     Args:
-        sample_T1P: some final planes of the target, to measure the channels on.
+        sample_T1P: some final planes of the target, [T, 1, P] of any float dtype, to measure the channels on.
     """
     config, attention = head.layer.self_attn.config, head.layer.self_attn
     size, hidden = attention.head_dim, head.config.hidden_size
@@ -298,7 +298,7 @@ def initialise(head: MtpHead, target: Target, sample_T1P: torch.Tensor) -> None:
                 parameter.zero_()
         sample_TP = nn.functional.rms_norm(sample_T1P[:, 0].float(), (hidden,), eps=config.rms_norm_eps)
         head.hidden_norm.weight.copy_(sample_TP.pow(2).mean(0).clamp(min=1e-12).rsqrt())
-        head.final_norm.weight.copy_(target.load_final_norm().float())
+        head.final_norm.weight.copy_(target.load_final_norm())
         # Inputs are normed, so a row's score with itself is about H * std^2 * sqrt(E); others are about 0.
         nn.init.normal_(attention.k_proj.weight, std=(SELF_SCORE / (hidden * size**0.5)) ** 0.5)
         key_GEH = attention.k_proj.weight.unflatten(0, (-1, size))

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from models.artefact import file_sha256, telling_disk_errors
+from models.artefact import file_sha256, share, telling_disk_errors
 from models.config import PackagedWeights, TargetConfig
 from models.errors import Refused
 
@@ -66,12 +66,16 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         tokenizer.save_pretrained(temporary)
         directory.mkdir(exist_ok=True)
         for file in sorted(Path(temporary).iterdir(), key=lambda file: file.name == "config.json"):
-            file.chmod(0o644)  # safetensors writes files that only their owner may read
+            share(file)
             shutil.move(file, directory / file.name)
 
 
 def prepare_target(target: TargetConfig) -> bool:
-    """Make `target.path` from `target.package`; False when it is already there."""
+    """Make `target.path` from `target.package`; False when it is already there.
+
+    Raises:
+        Refused: there is neither, or the package cannot be had.
+    """
     directory = Path(target.path).expanduser()
     if target.package is None and not directory.is_dir():
         raise Refused(f"target.path={target.path} is no directory, and target.package names nothing to make it from")

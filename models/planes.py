@@ -30,7 +30,11 @@ def decoder_of(model: Any, num_layers: int) -> Any:
 
 @contextmanager
 def captured(decoder: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Within the block, every forward of `decoder` leaves the wanted planes [B, L, H] in the yielded dict."""
+    """Within the block, every forward of `decoder` leaves the wanted planes [B, L, H] in the yielded dict.
+
+    Args:
+        layers: planes 1 .. L, the last before the final norm; plane 0 and FINAL leave no layer.
+    """
     taken: dict[int, torch.Tensor] = {}
 
     def taker(layer: int) -> Any:

@@ -22,7 +22,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -38,14 +38,16 @@ from models.serving import vllm_arguments
 log = logging.getLogger(__name__)
 
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For httpx, which otherwise loads every certificate authority for each client: our servers speak plain HTTP."""
+"""For httpx and servers without a certificate: it knows no certificate authority, whose loading takes a while."""
 
 GRACE_S = 20.0
 """How long a server may take to end by itself before it is killed."""
 
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*:\s*\S|(?:^|\s)error: ", re.IGNORECASE)
-_OF_OUR_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that make a process one of a job of many: what we start is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Server:
         kind: "vllm" or "sglang".
         model: the name under which it serves the target.
         process: None for one that somebody else started; then there is no command and no log either.
+        log_start: where in the log, in bytes, its own output begins.
     """
 
     url: str
@@ -179,9 +182,18 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
         time.sleep(0.25)
 
 
+def authorities(urls: Iterable[str]) -> ssl.SSLContext | bool:
+    """httpx's `verify` for these servers: the machine's certificate authorities, or none where all are plain http."""
+    return any(url.startswith("https:") for url in urls) or PLAIN
+
+
 def get(url: str, timeout_s: float) -> httpx.Response:
-    verify = True if url.startswith("https:") else PLAIN
-    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=verify)
+    """A page of a server; proxies that the environment names are for the world outside.
+
+    Raises:
+        httpx.HTTPError: it does not answer.
+    """
+    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=authorities([url]))
 
 
 def _asked(url: str, *keys: str | int) -> str | None:
@@ -305,7 +317,7 @@ def running(
     """
     port = claim_port(engine.host)
     words, variables = command(engine, target_path, port, purpose), own_environment(engine)
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_OUR_JOB}
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS}
     environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     shown = show(words, variables)
     directory.mkdir(parents=True, exist_ok=True)

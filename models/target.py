@@ -21,11 +21,30 @@ from safetensors import SafetensorError, safe_open
 from models.artefact import fingerprint, read_json
 from models.config import TargetConfig
 from models.errors import Refused
+from models.serving import remarks_on
 
-LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+LOGIT_KEYS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 """What a target's configuration may do to `lm_head(final plane)` before it is its logits."""
 
-CENTRED_AT_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+CENTRED_AT_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "minimax_m3_vl_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "step3p5",
+)
 """Model types whose norms multiply by 1 + weight."""
 
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
@@ -146,7 +165,11 @@ class Target:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The file of every tensor, of those that transformers leaves aside too."""
+        """The file of every tensor, of those that transformers leaves aside too.
+
+        Raises:
+            Refused: there is no safetensors file and no index of shards, or it cannot be read.
+        """
         directory = Path(self.path)
         index = directory / "model.safetensors.index.json"
         if index.exists():
@@ -171,7 +194,11 @@ class Target:
             raise Refused(f"{path} cannot be read as safetensors ({error}); copy the target again") from None
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor by its full name, in the dtype of the file."""
+        """One tensor by its full name, in the dtype of the file.
+
+        Raises:
+            Refused: its file is gone or torn.
+        """
         with self._open(self.files[name]) as handle:
             return handle.get_tensor(name)
 
@@ -188,11 +215,15 @@ class Target:
         return names[0]
 
     def load_embedding(self) -> torch.Tensor:
-        """The input embedding [V, H]."""
+        """The input embedding [V, H], in the dtype of the file.
+
+        Raises:
+            Refused: there is none, or several.
+        """
         return self.read(self._embedding_name)
 
     def load_lm_head(self) -> torch.Tensor:
-        """The output head [V, H]: its own tensor where there is one, else the embedding when the target ties them.
+        """The output head [V, H], in the dtype of the file: its own tensor, or the embedding where they are tied.
 
         Raises:
             Refused: the target is untied and has no head tensor, or it has several.
@@ -206,12 +237,24 @@ class Target:
             return self.load_embedding()
         raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
-    def load_final_norm(self) -> torch.Tensor:
-        """What the norm before the output head multiplies by, [H]."""
+    def load_final_norm_weight(self) -> torch.Tensor:
+        """The weight of the norm before the output head as it is stored, [H], in the dtype of the file.
+
+        Raises:
+            Refused: there is no such norm beside the embedding.
+        """
         name = self._embedding_name.removesuffix("embed_tokens.weight") + "norm.weight"
         if name not in self.files:
             raise Refused(f"{self.path} has no {name}")
-        weight = self.read(name)
+        return self.read(name)
+
+    def load_final_norm(self) -> torch.Tensor:
+        """What the norm before the output head multiplies by, fp32 [H]: its weight, of some families added to 1.
+
+        Raises:
+            Refused: as `load_final_norm_weight`.
+        """
+        weight = self.load_final_norm_weight().float()
         return weight + 1 if self.config.model_type in CENTRED_AT_ONE else weight
 
     @cached_property
@@ -245,7 +288,7 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
 
     directory = Path(settings.path).expanduser()
     if not directory.is_dir():
-        directory = _from_hub(settings.path, option, weights)
+        directory = _from_hub(settings, option, weights)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -257,13 +300,15 @@ def describe_target(settings: TargetConfig, option: str = "target.path=", *, wei
     return Target(str(directory), text, tied, getattr(torch, settings.dtype), settings.trust_remote_code, nested)
 
 
-def _from_hub(name: str, option: str, weights: bool) -> Path:
+def _from_hub(settings: TargetConfig, option: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    name = settings.path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise Refused(f"{option}{name} is not a directory; prepare the target first or correct the path")
     try:
-        patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+        patterns += ["*.safetensors"] * weights + ["*.py"] * settings.trust_remote_code
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).splitlines()[0]
@@ -274,7 +319,8 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     """Planes that the head fuses, ascending; the engines' default (2, L // 2, L - 3) when none are requested.
 
     Raises:
-        Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1.
+        Refused: the layers are fewer than two, or not distinct, ascending and inside 1 .. L - 1; or they begin with 1
+            over a target for which SGLang cannot be told so.
     """
     depth = target.num_layers
     layers = tuple(requested) if requested is not None else (2, depth // 2, depth - 3)
@@ -288,5 +334,10 @@ def aux_layers(target: Target, requested: Sequence[int] | None) -> tuple[int, ..
     if len(layers) == 1:  # SGLang applies fc by the width of what comes in, and one plane is as wide as a feature
         raise Refused(
             f"target.aux_layers {list(layers)} must be two or more: SGLang skips the fusion of a single plane"
+        )
+    if layers[0] == 1 and remarks_on(target.config.model_type).sglang_shifts_from_1:
+        raise Refused(
+            f"target.aux_layers {list(layers)}: SGLang takes planes that begin with 1 for the next ones over "
+            f"{target.config.model_type}; begin with 2 or later"
         )
     return layers

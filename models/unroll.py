@@ -1,4 +1,4 @@
-"""The unroll of a draft head over a pack (training-time test), the same for every kind of head.
+"""The unroll of a draft head over a pack (training-time test, arXiv 2503.01840), the same for every kind of head.
 
 Row t pairs what the target made of position t with the embedding of token t+1 at position t and predicts token
 t+2. Each further step k feeds token t+1+k, what the head itself made of the row, and position t+k (design,
@@ -93,7 +93,7 @@ def unroll(
         planes_TAP: the target's planes that the head reads, cast to the parameters' or the autocast dtype.
         starts_T: for each position where its document begins; positions restart there.
         rows: per step int64 pack positions, ascending.
-        embedding_VH: the target's frozen embedding.
+        embedding_VH: the target's frozen embedding; looked-up rows take the dtype of the features.
     """
     rows = [rows_R for rows_R in rows if rows_R.numel()]
     if not rows:

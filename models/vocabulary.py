@@ -16,6 +16,10 @@ def choose_draft_vocabulary(counts_V: torch.Tensor, size: int | None) -> torch.T
 
     Ties go to the lowest id, and ids that never occurred pad the set, lowest first, to its exact size.
 
+    Args:
+        counts_V: int64, how often each target id occurs.
+        size: D; null, or the target's own size, does not reduce.
+
     Raises:
         Refused: `size` is larger than the vocabulary or not positive.
     """
@@ -29,12 +33,12 @@ def choose_draft_vocabulary(counts_V: torch.Tensor, size: int | None) -> torch.T
 
 
 def maps(ids_D: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`d2t` (int64 offsets, [D]) and `t2d` (bool, [V]) of a draft vocabulary."""
+    """`d2t` (int64 offsets, [D]) and `t2d` (bool, [V]) of a draft vocabulary, int64 ids [D] in ascending order."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids_D] = True
     return ids_D - torch.arange(ids_D.numel()), t2d
 
 
 def ids_from_offsets(d2t_D: torch.Tensor) -> torch.Tensor:
-    """Target ids [D] of a draft vocabulary from its offsets."""
+    """Target ids [D] of a draft vocabulary from its offsets [D], int64 both."""
     return d2t_D + torch.arange(d2t_D.numel(), device=d2t_D.device)

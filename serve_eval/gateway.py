@@ -36,7 +36,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from models.errors import Refused
-from models.servers import PLAIN
+from models.servers import authorities
 from serve_eval.config import GatewayConfig
 from serve_eval.counters import Counters, counter_lines, parse_counters
 from serve_eval.gateway_metrics import Metrics
@@ -273,15 +273,13 @@ def make_app(policy: Policy, config: GatewayConfig) -> Starlette:
     """
     router = Router(policy, config.backends, config.max_queue)
     metrics = Metrics(router)
-    # A backend's certificate is checked; of plain HTTP, which is the rule behind a gateway, none need be loaded.
-    plain = all(each.url.startswith("http:") for each in config.backends)
     # A connection for each request: one that is kept may be closed by the server in the moment in which it is used
     # again, which would look like a dead backend, and httpx's pool takes a time per request that grows with the
     # square of the idle connections (1 ms at 64).
     transport = httpx.AsyncHTTPTransport(
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
-        verify=PLAIN if plain else True,
+        verify=authorities(each.url for each in config.backends),
     )
     client = httpx.AsyncClient(transport=transport)
 

@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 
 from models.errors import Refused
-from models.servers import PLAIN
+from models.servers import authorities
 from models.terminal import tables
 from serve_eval.config import MonitorConfig
 from serve_eval.counters import CounterReset, Counters, difference, judge, parse_counters, queue_wait_ms
@@ -186,7 +186,6 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         raise Refused("monitor.servers is empty; name them: 'monitor.servers={chat: \"http://127.0.0.1:8000\"}'")
     servers: Mapping[str, str] = config.servers
     watches = [Watch(name, url) for name, url in servers.items()]
-    plain = all(url.startswith("http:") for url in servers.values())
     shown = console or tables()
     exported, stop = Exported(), (lambda: None)
     if config.port:
@@ -199,7 +198,7 @@ def watch(config: MonitorConfig, console: Console | None = None) -> list[Row]:
         stop = server.shutdown
     try:
         with (
-            httpx.Client(timeout=5, trust_env=False, verify=PLAIN if plain else True) as client,
+            httpx.Client(timeout=5, trust_env=False, verify=authorities(servers.values())) as client,
             Live(console=shown, auto_refresh=False) as live,
         ):
             for number in count(1):

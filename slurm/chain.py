@@ -49,8 +49,16 @@ class Stage:
     asks: str = ""
 
 
-def chain(values: Values, directory: Path) -> list[Stage]:
-    """The stages of a run, in order; preparation, generation and extraction only where they are the run's own."""
+TABLE = Stage("table", "train.sweep", (), "", Path(), asks="export")
+"""What follows on the training of a sweep; it wants what the export of a head wants."""
+
+
+def chain(values: Values, directory: Path, *, swept: bool = False) -> list[Stage]:
+    """The stages of a run, in order; preparation, generation and extraction only where they are the run's own.
+
+    Args:
+        swept: it is the base of a sweep, which ends with training and its table.
+    """
     output = Path(values["generate"]["output"]).expanduser()
     packed = output.with_name(output.name + ".gz")
     made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
@@ -76,6 +84,8 @@ def chain(values: Values, directory: Path) -> list[Stage]:
     else:
         both = (*trained_by, "featurize")
         stages.append(Stage("train", "train", both, "train", train, str(checkpoints), beside="extract"))
+    if swept:
+        return [*stages, TABLE]
     stages.append(Stage("export", "models.export", ("target", "export"), "export", directory / "export/export.json"))
     if values.get("engines"):
         parts = directory / "eval/parts"
@@ -98,7 +108,7 @@ def sources(values: Values) -> list[str]:
 
 def made_of(stage: Stage, values: Values) -> str:
     """A fingerprint of all that a stage reads of the configuration."""
-    return fingerprint([stage.name, *(values.get(section) for section in stage.sections)])[:16]
+    return fingerprint([stage.name, *(values.get(section) for section in stage.sections)])
 
 
 def is_finished(stage: Stage, values: Values, directory: Path) -> bool:

@@ -17,11 +17,10 @@ from typing import Any
 from models.artefact import read_json
 from models.errors import Refused
 from slurm import scheduler
-from slurm.chain import chain, is_finished
+from slurm.chain import TABLE, chain
 from slurm.pace import NOTHING, Pace, count_lines, pace
-from slurm.submit import TABLE
-from slurm.tasks import Task, tasks_of
-from train.sweep import ranking, render_table, standing
+from slurm.tasks import Task, is_done, tasks_of
+from train.sweep import ranking, render_table
 
 LINES = 8
 """Of the log of a job that failed."""
@@ -72,22 +71,14 @@ def standings(directory: Path) -> list[Standing]:
     found: dict[str, Any] = read_json(record)
     values, jobs, sweep = found["values"], found["jobs"], found["sweep"]
     timings = read_json(directory / "timings.json") if (directory / "timings.json").exists() else {}
-    stages = chain(values, directory)
-    if sweep:
-        stages = [*stages[: [stage.name for stage in stages].index("train") + 1], TABLE]
+    stages = chain(values, directory, swept=bool(sweep))
     queue = scheduler.queued(directory, [stage.name for stage in stages])
     told: list[Standing] = []
     done = True  # so far: what follows on an unfinished stage is to be made again
     for stage in stages:
         job, queued = jobs.get(stage.name, ""), queue.get(stage.name)
         each = tasks_of(stage, values, directory, (), dict.fromkeys(sweep, ()))
-        parts = [] if sweep else each
-        if sweep and stage.name in ("train", "table"):
-            done = done and all(standing(directory.with_name(name))["state"] == "finished" for name in sweep)
-        elif parts:
-            done = done and all(task.finished for task in parts)
-        else:
-            done = done and is_finished(stage, values, directory)
+        done = done and is_done(stage, values, directory, sweep)
         elapsed, failed, far, log = None, False, NOTHING, []
         if queued is not None:
             state, job, elapsed = queued.told, queued.id, queued.elapsed_s or None
@@ -103,7 +94,7 @@ def standings(directory: Path) -> list[Standing]:
             state = "not begun"
         if stage != TABLE:
             far = pace(stage, values, directory, sweep, elapsed if queued is not None else None)
-        tasks = [one_task(task, index, job, queued) for index, task in enumerate(parts)]
+        tasks = [one_task(task, index, job, queued) for index, task in enumerate(() if sweep else each)]
         told.append(Standing(stage.name, state, job, failed, elapsed, far, log, tasks))
     return told
 

@@ -29,12 +29,11 @@ from models.artefact import fingerprint, read_json, write_json
 from models.config import masked_variables
 from models.errors import Refused
 from slurm import scheduler
-from slurm.chain import Stage, Values, chain, is_finished, made_of, spool
+from slurm.chain import TABLE, Stage, Values, chain, made_of, spool
 from slurm.config import ClusterConfig, JobConfig
-from slurm.tasks import Task, tasks_folder, tasks_of, write_tasks
+from slurm.tasks import Task, is_done, tasks_folder, tasks_of, write_tasks
 
 SCRIPTS = Path(__file__).resolve().parent
-
 
 NOT_TOLD = re.compile(r"dry_run=|[+~]*cluster\.environment\b")
 """Overrides that no job is told: sbatch sets its variables, while words lie in files and are shown by Slurm."""
@@ -134,7 +133,7 @@ def options(order: Order, stage: Stage, job: JobConfig, array: str | None) -> li
 def submitted_with(order: Order, stage: Stage) -> str:
     """What tells a stage's job from one with other settings."""
     if order.sweep and stage.name in ("train", "table"):
-        return fingerprint([made_of(stage, order.values), dict(order.sweep)])[:16]
+        return fingerprint([made_of(stage, order.values), dict(order.sweep)])
     return made_of(stage, order.values)
 
 
@@ -177,30 +176,14 @@ OF_SCRIPT = ["--ntasks-per-node=1", "--requeue", "--open-mode=append"]
 """What the script asks for of the first group of a heterogeneous job only."""
 
 
-TABLE = Stage("table", "train.sweep", (), "", Path(), asks="export")
-"""What follows on the training of a sweep; it wants what the export of a head wants."""
-
-
 def stages(order: Order) -> list[Stage]:
-    """The stages of the order; a sweep ends with training and its table."""
-    every = chain(order.values, order.directory)
-    if not order.sweep:
-        return every
-    return [*every[: [stage.name for stage in every].index("train") + 1], TABLE]
+    """The stages of the order."""
+    return chain(order.values, order.directory, swept=bool(order.sweep))
 
 
 def tasks(order: Order, stage: Stage) -> list[Task]:
     """The tasks of a stage that are each told what to do; none where they are not."""
     return tasks_of(stage, order.values, order.directory, order.overrides, order.sweep)
-
-
-def finished(order: Order, stage: Stage) -> bool:
-    """Whether a stage is done: all its tasks are, where they are told what to do; a sweep's table with its runs."""
-    if stage == TABLE:
-        return finished(order, stages(order)[-2])
-    if told := tasks(order, stage):
-        return all(task.finished for task in told)
-    return is_finished(stage, order.values, order.directory)
 
 
 @dataclass(frozen=True)
@@ -236,7 +219,8 @@ def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
         if job is not None and not fits and not job.waits:
             sections = ", ".join(stage.sections)
             raise Refused(f"{stage.name} is running (job {job.id}) with other settings ({sections}); scancel it first")
-        anew, again = again, again or not fits or (job is None and not finished(order, stage))
+        missing = job is None and not is_done(stage, order.values, order.directory, order.sweep)
+        anew, again = again, again or not fits or missing
         steps.append(Step(stage.name, job, submission(order, stage, anew) if again else None))
     return steps
 

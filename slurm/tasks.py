@@ -6,14 +6,14 @@ then a word in each line. job.sh reads it when the task begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from models.artefact import write_bytes
 from models.errors import Refused
 from serve_eval.parts import folder, measured, parts_of
-from slurm.chain import Stage, Values
+from slurm.chain import TABLE, Stage, Values, is_finished
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,13 @@ def tasks_of(
         Refused: parts of the served sweep that are not possible.
     """
     if stage.name == "train":
-        runs = {name: directory.with_name(name) / "train" for name in sweep}
         return [
-            Task(name, str(runs[name] / "checkpoints/step-*"), list(words), (runs[name] / "manifest.json").exists())
+            Task(
+                name,
+                str(directory.with_name(name) / "train/checkpoints/step-*"),
+                list(words),
+                is_trained(directory, name),
+            )
             for name, words in sweep.items()
         ]
     if stage.name == "measure":
@@ -62,6 +66,25 @@ def tasks_of(
             for part in parts_of(values).values()
         ]
     return []
+
+
+def is_trained(directory: Path, name: str) -> bool:
+    """Whether a run of the sweep over the run in `directory` has been trained to its end."""
+    return (directory.with_name(name) / "train/manifest.json").exists()
+
+
+def is_done(stage: Stage, values: Values, directory: Path, sweep: Collection[str]) -> bool:
+    """Whether a stage need not be run again: all its tasks, where each is told what to do; a sweep's table with them.
+
+    Args:
+        values, directory: of the run.
+        sweep: names of the runs of a sweep; empty without one.
+    """
+    if sweep and stage.name in ("train", TABLE.name):
+        return all(is_trained(directory, name) for name in sweep)
+    if tasks := tasks_of(stage, values, directory, (), {}):
+        return all(task.finished for task in tasks)
+    return is_finished(stage, values, directory)
 
 
 def tasks_folder(directory: Path, stage: Stage) -> Path:

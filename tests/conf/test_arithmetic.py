@@ -65,6 +65,13 @@ def test_a_quantised_target_is_extracted_as_it_is_served(name: str) -> None:
     assert (run.featurize.backend, run.featurize.canary_against, run.engine.kind) == ("vllm", "engine", "vllm")
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_target_leaves_the_arguments_of_an_engine_to_the_engine(name: str) -> None:
+    for engine in ("vllm", "sglang"):
+        own = conf.load(["name=a", "target.path=b", f"engine={engine}"]).engine.arguments
+        assert conf.load(["name=a", f"target={name}", f"engine={engine}"]).engine.arguments == own
+
+
 def test_the_command_line_has_the_last_word_over_a_target() -> None:
     given = ["name=a", "target=gpt-oss-20b", "featurize.backend=transformers", "featurize.canary_against=transformers"]
     assert conf.load(given).featurize.backend == "transformers"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import runpy
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,28 @@ def test_the_name_of_the_command_is_what_python_runs() -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "cluster.signal_s=120" in result.stdout
+
+
+def test_the_version_is_ours_and_not_hydras(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--version"])
+    with pytest.raises(SystemExit) as left:
+        conf.stage("train", lambda run: None)
+    assert (left.value.code, capsys.readouterr().out) == (0, f"draftsmith {metadata.version('draftsmith')}\n")
+
+
+@pytest.mark.parametrize("module", ["hydra", "torch"])
+def test_an_interruption_while_a_command_is_imported_is_one_line(tmp_path, module) -> None:
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt\n")  # Ctrl-C, at an import that takes long
+    result = subprocess.run(
+        [sys.executable, "-m", "train", "experiment=demo"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr == "train: interrupted; run it again to go on\n"
 
 
 @pytest.mark.parametrize("command", sorted(help.COMMANDS))

@@ -25,13 +25,14 @@ from featurize.config import DataConfig, FeaturizeConfig
 from featurize.extract import load_backend
 from featurize.store import FeatureStore
 from featurize.tokenised import TokenisedSet, load_renderer, tokenise
-from featurize.vllm_extract import VllmBackend, check_spool, served_planes
+from featurize.vllm_extract import VllmBackend, check_spool, final_norm, served_planes
 from models.config import EngineConfig, TargetConfig
 from models.errors import Refused
 from models.target import Target, describe_target
 from tests.conftest import sentence, write_lines
 from tests.featurize.processes import command
 from tests.featurize.vllm_stub import Stub, made_up, stub_server
+from tests.models.test_export_families import FAMILIES, family
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("vllm_stub.py")
@@ -384,3 +385,20 @@ def test_files_that_could_not_fit_are_refused_before_a_server_starts(tmp_path: P
     check_spool(tmp_path, 1000)
     with pytest.raises(Refused, match=r"GB free, and the files in flight may take .*featurize.in_flight"):
         check_spool(tmp_path, 10**18)
+
+
+def test_a_target_of_which_vllm_gives_no_planes_is_refused(tmp_path: Path) -> None:
+    family("gemma3", tmp_path)
+    target = describe_target(TargetConfig(path=str(tmp_path)))
+    opened = served_planes(target, LAYERS, [8], FeaturizeConfig(backend="vllm"), EngineConfig(kind="vllm"), tmp_path)
+    with pytest.raises(Refused, match="no planes of a gemma3_text target; use featurize.backend=transformers"), opened:
+        pass
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_b09_the_norm_that_finishes_the_last_plane_is_the_targets_own(name: str, tmp_path: Path) -> None:
+    model = family(name, tmp_path)
+    norm = final_norm(describe_target(TargetConfig(path=str(tmp_path), dtype="float32")))
+    states = torch.randn(3, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(states), model.model.norm(states))

@@ -37,6 +37,16 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == ["d"]
 
 
+def test_all_that_is_in_a_directory_is_on_the_disk_before_it_appears(tmp_path, monkeypatch):
+    flushed: list[str] = []
+    monkeypatch.setattr(artefact, "_flush", lambda path: flushed.append(path.name))
+    with replacing_directory(tmp_path / "d") as inside:
+        (inside / "folder").mkdir()
+        for name in ("a", "folder/b"):
+            (inside / name).touch()
+    assert {"a", "folder", "b"} <= set(flushed[:-1]) and flushed[-1] == tmp_path.name
+
+
 def test_files_are_as_readable_as_any_other_file(tmp_path):
     old = os.umask(0o022)
     try:

@@ -351,6 +351,20 @@ def test_an_export_for_a_target_with_other_weights_is_found(good, target, tmp_pa
     assert found.wrong and found.about == "export.json"
 
 
+@pytest.mark.parametrize("command", [doctor, importer])
+def test_a_mistake_on_the_command_line_is_one_line_and_help_tells_the_usage(monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    name = command.__name__.removeprefix("models.")
+    assert left.value.code == 2 and line.startswith(f"{name}: the following arguments are required: directory")
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    assert left.value.code == 0 and f"usage: python -m models.{name} " in capsys.readouterr().out
+
+
 def test_names_from_a_file_cannot_steer_the_terminal(good, tmp_path, monkeypatch, capsys):
     head = changed(good, tmp_path / "head", added("\x1b[2Jextra.weight", torch.ones(3)))
     assert run(monkeypatch, head) == 1

@@ -12,7 +12,9 @@ import torch
 
 from models.config import TargetConfig
 from models.doctor import diagnose
+from models.doctor_config import judge_planes
 from models.doctor_values import map_faults
+from models.heads import IDS, HeadFiles
 from models.rope import attention_scales
 from models.target import describe_target
 from tests.models.layouts import TARGET, Edit, changed, exported, sharded
@@ -119,6 +121,14 @@ def test_gemma_3_is_served_by_vllm_with_an_argument_and_by_sglang_not_at_all(tmp
         assert "note: vLLM: target: needs vLLM to be started with --model-impl transformers" in told
         assert run(monkeypatch, tmp_path / "export", *asked, "--engine", "vllm") == 0
         capsys.readouterr()
+
+
+@pytest.mark.parametrize(("model_type", "ids", "sound"), [("llama", [3, 4], False), ("deepseek_v3", [3, 4], True),
+    ("deepseek_v3", [2, 3], False), (None, [2, 3], True)])  # fmt: skip
+def test_b36_sglangs_ids_are_read_as_its_deepseek_reads_them(target, tmp_path, model_type, ids, sound):
+    exported(target, tmp_path / "export", layers=(3, 4))
+    head = changed(tmp_path / "export", tmp_path / "head", lambda config, _: config["eagle_config"].update({IDS: ids}))
+    assert (list(judge_planes(HeadFiles.open(head), 8, model_type)) == []) == sound
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"weight_map": []}', "{}"])

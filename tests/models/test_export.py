@@ -13,10 +13,11 @@ from models.artefact import file_sha256, tensor_sha256, write_tensors
 from models.checkpoint import describe, load_head, save_head
 from models.config import DraftConfig, ExportConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head, initialise
-from models.engines import eagle3_config_json, sglang_layer_ids, vllm_layer_ids
+from models.engines import eagle3_config_json, planes_of_sglang, sglang_layer_ids, vllm_layer_ids
 from models.errors import Refused
 from models.export import export_head, load_export
-from models.target import describe_target
+from models.target import aux_layers, describe_target
+from tests.conf.shapes import described
 from tests.models.heads import save_trained
 
 
@@ -90,13 +91,31 @@ def test_b29_a_full_vocabulary_has_no_map(trained, tmp_path):
 
 
 def test_b36_layer_ids_are_written_for_each_engine_in_its_own_counting(trained):
-    assert vllm_layer_ids((2, 4, 5)) == [2, 4, 5] and sglang_layer_ids((2, 4, 5)) == [1, 3, 4]
+    assert vllm_layer_ids((2, 4, 5)) == [2, 4, 5] and sglang_layer_ids((2, 4, 5), "llama") == [1, 3, 4]
     _, head, _ = trained(layers=(1, 2, 4, 6), norm_output=True, fc_norm=True)
-    config = eagle3_config_json(head.config, torch.bfloat16, {})
+    config = eagle3_config_json(head.config, torch.bfloat16, {}, "llama")
     assert head.fc.weight.shape == (64, 4 * 64) and config["num_aux_hidden_states"] == 4
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4, 6]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5]
     assert config["norm_output"] is True and config["fc_norm"] is True and config["norm_before_residual"] is False
+
+
+def deepseek_in_sglang(ids: list[int]) -> tuple[int, ...]:
+    """The planes that its DeepSeek captures (SGLang 0.5.23, DeepseekV2ForCausalLM.set_eagle3_layers_to_capture)."""
+    return tuple(layer + 1 for layer in ids) if ids[0] == 1 else tuple(ids)
+
+
+@pytest.mark.parametrize("planes", [(2, 30, 58), (3, 30, 58), (4, 5)])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_b36_sglang_captures_the_planes_of_the_head_over_deepseek_too(planes, model_type):
+    ids = sglang_layer_ids(planes, model_type)
+    assert deepseek_in_sglang(ids) == planes == planes_of_sglang(ids, model_type)
+
+
+def test_b36_planes_that_sglang_cannot_be_told_over_deepseek_are_refused():
+    assert aux_layers(described("deepseek-v3"), [2, 30, 58]) == (2, 30, 58)
+    with pytest.raises(Refused, match=r"target\.aux_layers \[1, 30, 58\]: SGLang takes .* deepseek_v3; begin with 2"):
+        aux_layers(described("deepseek-v3"), [1, 30, 58])
 
 
 def test_two_exports_of_a_checkpoint_are_equal_and_a_second_one_does_nothing(trained, tmp_path):

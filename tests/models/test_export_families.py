@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from models.config import DraftConfig, ExportConfig, TargetConfig
@@ -18,7 +21,7 @@ from models.errors import Refused
 from models.export import export_head
 from models.planes import captured, decoder_of
 from models.rope import Rope, standardised
-from models.target import describe_target
+from models.target import CENTRED_AT_ONE, describe_target
 from tests.models.heads import save_trained
 from tests.models.independent import ENGINES
 from tests.models.test_export_engines import check_reading
@@ -149,6 +152,29 @@ def test_the_final_plane_is_the_final_norm_of_the_last_and_the_lm_head_of_it_is_
     torch.testing.assert_close(normed * target.load_final_norm(), final)
 
 
+def test_the_targets_whose_last_norm_is_centred_at_1_are_those_of_transformers():
+    encoders_and_capped = {"t5gemma", "t5gemma2", "vaultgemma"}
+    found: dict[str, list[str]] = {}
+    for path in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
+        text = path.read_text()
+        norms = [c.partition("(")[0] for c in text.split("\nclass ") if "(1.0 + self.weight" in c and "RMSNorm(" in c]
+        last = re.search(rf"self\.norm = (?:{'|'.join(norms)})\(config\.hidden_size", text)
+        if norms and last and path.parent.name not in encoders_and_capped:
+            configuration = path.with_name(path.name.replace("modeling", "configuration")).read_text()
+            found[path.parent.name] = re.findall(r'model_type = "(\w+)"', configuration)
+    assert [name for name, types in found.items() if not set(types) & set(CENTRED_AT_ONE)] == []
+    assert set(CENTRED_AT_ONE) <= {each for types in found.values() for each in types}
+
+
+def test_what_a_norm_centred_at_1_multiplies_by_is_not_rounded_to_the_files_dtype(tmp_path):
+    model = family("gemma3", tmp_path / "target").bfloat16()
+    model.save_pretrained(tmp_path / "target")
+    target = describe_target(TargetConfig(path=str(tmp_path / "target")))
+    weight = target.load_final_norm_weight()
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, model.model.norm.weight)
+    assert torch.equal(target.load_final_norm(), 1 + weight.float())
+
+
 def test_b30_a_gemma_inside_a_multimodal_target_gets_the_head_of_its_text_model(tmp_path):
     from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForConditionalGeneration
@@ -199,6 +225,9 @@ def changed(directory, **changes):
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 changes its logits"),
         ({"logit_scale": 0.0625}, "logit_scale=0.0625 changes its logits"),
         ({"logits_scaling": 8.0}, "logits_scaling=8.0 changes its logits"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 changes its logits"),
+        ({"output_multiplier": 0.2}, "output_multiplier=0.2 changes its logits"),
+        ({"logits_mup_width_multiplier": 24.0}, "logits_mup_width_multiplier=24.0 changes its logits"),
         ({"rms_norm_eps": None}, "has no rms_norm_eps"),
         ({"intermediate_size": None}, r"set draft\.intermediate_size"),
     ],

@@ -96,6 +96,9 @@ def test_a_run_whose_name_leads_vllm_astray_is_refused_and_told_which_word(make_
     target, _ = saved(make_target(), tmp_path / "checkpoint")
     with pytest.raises(Refused, match=r"since its path holds '(eagle3|eagle-|dflash|dspark)'; change name or root"):
         export_head(tmp_path / "checkpoint", tmp_path / name / "export", target, ExportConfig())
+    with pytest.raises(Refused, match=r"since its path holds '.*'; change export\.push_to"):  # as its card names it
+        settings = ExportConfig(push_to=f"me/{name}")
+        export_head(tmp_path / "checkpoint", tmp_path / "export", target, settings)
     with pytest.raises(Refused, match=r"export\.dialect=speculators has no MTP heads"):
         export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig(dialect="speculators", k=2))
 

@@ -172,6 +172,16 @@ def test_what_the_command_cannot_read_or_write_is_one_line_that_names_its_option
         assert left.value.code == 2 and told in line and "target.path" not in line
 
 
+def test_names_from_a_file_cannot_steer_the_terminal(target, tmp_path, monkeypatch, capsys):
+    exported(target, tmp_path / "export")
+    foreign = changed(tmp_path / "export", tmp_path / "foreign", added("\x1b[2J.bias", torch.ones(3)))
+    monkeypatch.setattr(sys, "argv", ["x", str(foreign), "--target", target.path, "--out", str(tmp_path / "imported")])
+    with pytest.raises(SystemExit):
+        importer.main()
+    told = capsys.readouterr().err
+    assert r"no bias (\x1b[2J.bias)" in told and "\x1b" not in told
+
+
 def test_the_command_says_how_to_go_on(target, tmp_path, monkeypatch, capsys):
     exported(target, tmp_path / "export", fc_norm=True)
     arguments = [tmp_path / "export", "--target", target.path, "--out", tmp_path / "imported"]

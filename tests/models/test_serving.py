@@ -14,8 +14,7 @@ from models.export import engines_that_load, export_head
 from models.mtp import MtpConfig
 from models.native import load_native
 from models.servers import command
-from models.serving import family as remarks
-from models.serving import vllm_arguments
+from models.serving import remarks_on, vllm_arguments
 from tests.models.heads import save_trained
 from tests.models.mtp_targets import described, save_native
 from tests.models.test_export_families import family
@@ -37,7 +36,7 @@ def test_the_launcher_starts_vllm_for_gemma_3_on_the_transformers_backend(tmp_pa
 def test_a_target_without_a_configuration_needs_nothing(tmp_path, text):
     assert vllm_arguments("owner/name") == vllm_arguments(str(tmp_path)) == ()
     (tmp_path / "config.json").write_text(text)
-    assert vllm_arguments(str(tmp_path)) == () == remarks(None).vllm_arguments
+    assert vllm_arguments(str(tmp_path)) == () == remarks_on(None).vllm_arguments
 
 
 def test_the_card_for_gemma_3_has_the_argument_and_no_command_for_sglang(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -226,6 +227,19 @@ def test_b30_an_index_of_a_target_that_is_none_is_refused(make_target, text):
     (directory / "model.safetensors.index.json").write_text(text)
     with pytest.raises(Refused, match=r"model\.safetensors\.index\.json is no index of shards"):
         describe(directory).load_embedding()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_of_a_name_on_the_hub_code_is_fetched_only_if_it_may_be_run(make_target, monkeypatch, trusted):
+    asked: list[str] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(make_target())
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    describe_target(TargetConfig(path="owner/name", trust_remote_code=trusted))
+    assert ("*.py" in asked) == trusted and "*.safetensors" in asked
 
 
 def test_a_missing_target_is_refused_in_one_line(tmp_path):
