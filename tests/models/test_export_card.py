@@ -81,7 +81,7 @@ def evaluation(run: Path, weights: str) -> None:
             "machine": "a machine",
             "k": 4,
             "best_k": 2,
-            "reference": {"al": 2.875, "per_position": [0.8, 0.6], "rounds": 100, "routes": routes},
+            "reference": {"al": 2.875, "per_position": [0.8, 0.6], "rounds": 100, "routes": routes, "how": "greedy, a tree"},
             "served": {
                 "engine": "vllm",
                 "version": "0.32.0",
@@ -117,6 +117,7 @@ def test_the_card_has_the_evaluations_acceptance_by_route_when_it_measured_these
     ) and "AL 2.250 greedy, 2.000 sampled; accuracy by position 0.500, 0.250, n/a" in card(run)
     evaluation(run, file_sha256(run / "export/model.safetensors"))
     text = card(run)
+    assert "included), greedy, a tree, measured by" in text
     assert "| all | 2.875 | 0.800, 0.600 | 100 |" in text and "| code | 3.125 | 0.900, 0.700 | 70 |" in text
     assert "| chat | n/a | n/a | 0 |" in text and "| 4 | 2.900 | 81.5 |" in text
     assert "Not evaluated" not in text and text.count("| 4 |") == 1
