@@ -191,6 +191,6 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except Refused as error:
+    except (Refused, OSError) as error:
         print(f"status: {error}", file=sys.stderr)
         sys.exit(2)
