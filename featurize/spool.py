@@ -88,16 +88,23 @@ class Demand:
 
 
 class Absence:
-    """For how long the other side has not been there, by this process's own clock."""
+    """For how long the other side has not been there, by this process's own clock: since the first look that missed it.
+
+    What this process does between two looks may take longer than its patience, and is nobody's absence.
+    """
 
     def __init__(self, patience_s: float) -> None:
-        self._patience_s, self._since = patience_s, time.monotonic()
+        self._patience_s = patience_s
+        self._since: float | None = None
 
     def too_long(self, there: bool) -> bool:
         """Note whether it is there now; whether patience has run out."""
+        now = time.monotonic()
         if there:
-            self._since = time.monotonic()
-        return time.monotonic() - self._since > self._patience_s
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > self._patience_s
 
 
 def documents_held_out(documents: Sequence[Document], share: float) -> list[int]:
@@ -260,7 +267,7 @@ def fill(spool: Spool, claims: Claims, make: Callable[[Unit], Made]) -> None:
     """
     absence, pace = Absence(spool.patience_s), Pace()
     while True:
-        demand = spool.demand()
+        demand, gone = spool.demand(), absence.too_long(claims.anyone(TRAINING))
         if demand is not None:
             finished = demand.done == spool.total(demand)
             pace.tell(demand, spool.total(demand), now=finished)
@@ -268,7 +275,7 @@ def fill(spool: Spool, claims: Claims, make: Callable[[Unit], Made]) -> None:
                 return
             if make_next(spool, claims, demand, make, pace):
                 continue
-        if absence.too_long(claims.anyone(TRAINING)):
+        if gone:
             stage = "it never came" if demand is None else f"done with {demand.done} of {spool.total(demand)} shards"
             raise Refused(
                 f"nobody has been training from {spool.directory} for {spool.patience_s:g} s ({stage}); "

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,29 @@ def test_extraction_waits_while_training_lives_and_stops_when_it_is_gone(spool: 
     trainer.communicate()
     _, said = extraction.communicate(timeout=60)
     assert "(done with 0 of 10 shards); start `python -m train`, then this again" in said
+
+
+def test_extraction_that_was_busy_waits_as_long_as_any_other_for_training_that_is_gone(
+    spool: Spool, claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, gone=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def made_slowly(unit: Unit) -> Made:
+        clock.now += 100 * spool.patience_s
+        if unit.index == 3:  # the last that fits; training, which was there all the time, leaves now
+            clock.gone = clock.now
+        return made(unit)
+
+    monkeypatch.setattr("featurize.spool.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(claims, "anyone", lambda _side: not clock.gone)
+    spool.tell(Demand(seed=0, epochs=1, bound=BOUND))
+    with pytest.raises(Refused, match="nobody has been training"):
+        fill(spool, claims, made_slowly)
+    assert there(spool) == [0, 1, 2, 3]
+    assert clock.now - clock.gone > spool.patience_s
 
 
 FILLS = """
