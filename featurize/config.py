@@ -60,6 +60,8 @@ class DataConfig:
         for route, most in self.route_limits.items():
             if most < 0:
                 raise ValueError(f"data.route_limits.{route}={most} must not be negative")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit={self.limit} must be at least 1; null takes all documents")
         if self.max_tokens < 4:
             raise ValueError(f"data.max_tokens={self.max_tokens} leaves no room for a prompt and an answer")
         if not 0 <= self.validation_share < 1:
