@@ -28,9 +28,10 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -114,11 +115,16 @@ def plan_slots(config: GenerateConfig) -> list[Slot]:
     Raises:
         Refused: there are neither prompts nor routes, or the prompts cannot be read.
     """
-    period = max(1, round(1 / config.sampled_share)) if config.sampled_share else 0
+
+    def sampled(index: int) -> bool:
+        """Whether the conversation of this number is: the first, and from then on whenever the share falls behind."""
+        before, after = (math.ceil(config.sampled_share * count - 1e-9) for count in (index, index + 1))
+        return before < after
+
     if config.prompts:
         refusals = Refusals()
         read = islice(read_conversations(DataConfig(config.prompts), refusals, prompts=True), config.conversations)
-        slots = [Slot(c.id, c.route, bool(period) and i % period == 0, prompt=c) for i, c in enumerate(read)]
+        slots = [Slot(c.id, c.route, sampled(i), prompt=c) for i, c in enumerate(read)]
         for line in refusals.lines():
             log.warning("left out: %s", line)
         return slots
@@ -129,9 +135,9 @@ def plan_slots(config: GenerateConfig) -> list[Slot]:
     for name, route in sorted(config.routes.items()):
         count = round(config.conversations * route.share / total)
         for index in range(count):
-            sampled = bool(period) and (index // len(route.openings)) % period == 0
-            opening = route.openings[index % len(route.openings)]
-            placed.append((index / count, Slot(f"{name}-{index:05d}", name, sampled, opening)))
+            each, opening = divmod(index, len(route.openings))  # every opening has its share of both
+            slot = Slot(f"{name}-{index:05d}", name, sampled(each), route.openings[opening])
+            placed.append((index / count, slot))
     return [slot for _, slot in sorted(placed, key=lambda pair: pair[0])]
 
 
@@ -163,17 +169,12 @@ class Generator:
         Raises:
             Unfilled: the request keeps failing, or the chat template refuses the messages.
         """
-        route, prompt = self._route(slot), slot.prompt
-        try:
-            text = self.renderer.text(
-                messages, generation=True, tools=prompt.tools if prompt else None, arguments=self._arguments(slot)
-            )
-            ids = self.renderer.ids(text)
-        except Unusable as error:
-            raise Unfilled(str(error)) from None
+        route, tools = self._route(slot), slot.prompt.tools if slot.prompt else None
         temperature = self.config.temperature if route.temperature is None else route.temperature
         said = await self.speaker.complete(
-            ids,
+            self._ids(
+                lambda: self.renderer.text(messages, generation=True, tools=tools, arguments=self._arguments(slot))
+            ),
             max_tokens=self.config.max_answer_tokens,
             temperature=temperature if slot.sampled else 0.0,
             top_p=route.top_p if slot.sampled else 1.0,
@@ -190,23 +191,24 @@ class Generator:
             message["token_ids"] = said.ids
         return (message | {"finish_reason": "length"} if cut else message), ""
 
-    async def exchange(self, slot: Slot, history: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]] | None:
-        """A user turn in the target's own words behind `history` and its answer, or None if all were discarded.
+    async def exchange(self, slot: Slot, history: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+        """A user turn in the target's own words behind `history` and its answer.
 
         Raises:
-            Unfilled: a request keeps failing.
+            Unfilled: all were discarded, a request keeps failing, or the chat template refuses the messages.
         """
-        head = user_turn_head(self.renderer, history, **self._arguments(slot)) + (slot.opening if turn == 0 else "")
+        opening = slot.opening if turn == 0 else ""
+        head = self._ids(lambda: user_turn_head(self.renderer, history, **self._arguments(slot)) + opening)
         for attempt in range(ATTEMPTS):
             seed = slot.seed(self.config.seed, turn * ATTEMPTS + attempt)
             user = await self.speaker.complete(
-                self.renderer.ids(head),
+                head,
                 max_tokens=self.config.max_user_tokens,
                 temperature=self.config.user_temperature,
                 top_p=0.95,
                 seed=seed,
             )
-            text = ((slot.opening if turn == 0 else "") + user.text).strip()
+            text = (opening + user.text).strip()
             reason = self.judge_user_turn(text, user.finish_reason)
             if reason is None:
                 self.seen.add(normalised(text))
@@ -215,54 +217,62 @@ class Generator:
                 if reply:
                     return [message, reply]
             self.discarded[reason] += 1
-        return None
+        raise Unfilled("every user turn or its answer was discarded")
 
     async def fill(self, slot: Slot) -> dict[str, Any]:
-        """The conversation of one slot. A turn that cannot be had ends it; the turns before it stay.
+        """The conversation of one slot. An answer that is cut or cannot be had ends it; what comes before it stays.
 
         Raises:
-            Unfilled: there is not one turn.
+            Unfilled: there is not one answer, or nobody answers any more.
         """
         messages: list[dict[str, Any]] = []
-        if slot.prompt is None:
-            for turn in range(self._route(slot).turns):
-                made = await self.exchange(slot, messages, turn)
-                if made is None:
+        try:
+            async for exchange in self._made_up(slot) if slot.prompt is None else self._answered(slot, slot.prompt):
+                messages += exchange
+                if "finish_reason" in exchange[-1]:
                     break
-                messages += made
-                if "finish_reason" in made[-1]:
-                    break
-            reason = "every user turn or its answer was discarded"
-        else:
-            messages, reason = await self._answer_prompt(slot, slot.prompt)
-        if not messages:
-            raise Unfilled(reason)
+        except Unfilled as error:
+            if isinstance(error, Unanswered) or not messages:
+                raise
         row = {"id": slot.id, "route": slot.route, "messages": messages}
         extra = {"tools": slot.prompt and slot.prompt.tools, "chat_template_kwargs": self._arguments(slot)}
         return row | {key: value for key, value in extra.items() if value}
 
-    async def _answer_prompt(self, slot: Slot, prompt: Conversation) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages with the target's answers for the assistant's, and why it ended early.
+    async def _made_up(self, slot: Slot) -> AsyncIterator[list[dict[str, Any]]]:
+        """As many exchanges as the slot's route has turns, each behind those before it."""
+        history: list[dict[str, Any]] = []
+        for turn in range(self._route(slot).turns):
+            exchange = await self.exchange(slot, history, turn)
+            yield exchange
+            history += exchange
+
+    async def _answered(self, slot: Slot, prompt: Conversation) -> AsyncIterator[list[dict[str, Any]]]:
+        """The prompt's messages up to each place of an answer, with the target's own there.
 
         It ends before a tool's result, since that answers a call which the target may never have made.
         """
-        done: list[dict[str, Any]] = []
+        history: list[dict[str, Any]] = []
         pending: list[dict[str, Any]] = []
         last = max(at for at, message in enumerate(prompt.messages) if message["role"] == "user")
         for at, message in enumerate(prompt.messages[: last + 1]):
             if message["role"] == "tool":
-                return done, "a tool's result comes before the first answer"
+                raise Unfilled("a tool's result comes before the first answer")
             if message["role"] != "assistant":
                 pending.append(message)
             follows = prompt.messages[at + 1]["role"] if at < last else "assistant"
             if message["role"] == "user" and follows != "user":
-                reply, reason = await self.answer(slot, [*done, *pending], slot.seed(self.config.seed, at))
+                reply, reason = await self.answer(slot, [*history, *pending], slot.seed(self.config.seed, at))
                 if reply is None:
-                    return done, reason
-                done, pending = [*done, *pending, reply], []
-                if "finish_reason" in reply:
-                    break
-        return done, "no answer"
+                    raise Unfilled(reason)
+                yield [*pending, reply]
+                history, pending = [*history, *pending, reply], []
+
+    def _ids(self, text: Callable[[], str]) -> list[int]:
+        """Ids of what the chat template makes; Unfilled where it refuses."""
+        try:
+            return self.renderer.ids(text())
+        except Unusable as error:
+            raise Unfilled(str(error)) from None
 
     def _route(self, slot: Slot) -> RouteConfig:
         return self.config.routes.get(slot.route, RouteConfig())
