@@ -6,7 +6,6 @@ disk, say, or before a long job. The first fault ends it, with one line and exit
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,20 +70,12 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
     )
 
 
-def main() -> None:
-    """Verify the run that the command line names."""
-    import conf
+if __name__ == "__main__":
+    from conf import Run, stage
 
-    if conf.help.asks_for_help(sys.argv[1:]):
-        conf.help.tell()
-    try:
-        run = conf.load(sys.argv[1:])
+    def work(run: Run) -> None:
+        """Verify the run's features."""
         target = describe_target(run.target)
         print(verify(run.directory / "features", target, aux_layers(target, run.target.aux_layers)))
-    except Refused as error:
-        print(f"featurize.verify: {error}", file=sys.stderr)
-        sys.exit(2)
 
-
-if __name__ == "__main__":
-    main()
+    stage("featurize.verify", work, shared=True)
