@@ -14,7 +14,7 @@ from typing import Any
 from conf import Run, stage
 from featurize.backends import checked_backend
 from featurize.claims import EXTRACTING, Claims
-from featurize.contract import FeatureContract, dtype_name
+from featurize.contract import FeatureContract, dtype_name, require_planes
 from featurize.dry_run import tell
 from featurize.encoding import require_encoding
 from featurize.extract import Widths, check_space, choose_device, extract, extract_unit
@@ -38,13 +38,7 @@ def check_wanted(run: Run) -> None:
     """Raise Refused where a run has another's features, or its head could not be trained on its own."""
     if run.features_of is not None:
         raise Refused(f"features_of={run.features_of} names the run whose features these are; extract them as that run")
-    kept = run.featurize.final_everywhere or run.featurize.teacher_k is not None  # which has a word for it of its own
-    if run.draft.reads_final and not kept:
-        raise Refused(
-            f"draft.algorithm={run.draft.algorithm} draft.use_aux_hidden_state="
-            f"{str(run.draft.use_aux_hidden_state).lower()}: this head reads the final plane at every position; set "
-            "featurize.final_everywhere=true"
-        )
+    require_planes(run.draft, run.featurize)
 
 
 def work(run: Run) -> bool:

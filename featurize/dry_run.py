@@ -38,7 +38,7 @@ def documents_of(
     """The run's documents: those in its folder if extraction was there, else rendered now and kept nowhere.
 
     Raises:
-        Refused: the folder was made of other inputs, no document is left, or the head needs what is not kept.
+        Refused: the folder was made of other inputs, no document is left, or the target's logits are not supported.
     """
     top_k = Drafted.inputs(settings.teacher_k, target, draft, data.validation_share)
     if not (directory / "tokenised.json").is_file():

@@ -100,16 +100,7 @@ class Trainer:
         self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
         self.training, self.validation = divide(store.documents, validation_share)
         self.stock = Stock.take(store, self.corpus, self.training, self.validation)
-        self.plan = Plan(
-            self.corpus,
-            self.training,
-            budget=trainer.pack_tokens,
-            packs_per_step=trainer.packs_per_step,
-            seed=trainer.seed,
-            epochs=trainer.epochs,
-            mixing=trainer.shuffle_shards,
-            firsts=store.firsts,
-        )
+        self.plan = Plan.of(self.corpus, self.training, trainer, store.firsts)
         self.feed: Feed | None = None
         if isinstance(store, SpoolStore):
             store.require_kept(self.validation)

@@ -37,6 +37,7 @@ from featurize.spool import epoch_random, shard_order
 from featurize.tokenised import Document
 from models.drafts import HeadConfig
 from models.mtp import MtpConfig
+from train.config import TrainerConfig
 
 DRAWN = 0.95
 """Share of a step's room that is drawn for it: the rest is what balance needs."""
@@ -260,6 +261,20 @@ class Plan:
         self._layouts: dict[int, Layout] = {}
         counts = [len(self.epoch(epoch)) for epoch in reversed(range(epochs))]  # ends with the one that is used first
         self._begins = np.concatenate(([0], np.cumsum(counts[::-1]))).tolist()
+
+    @classmethod
+    def of(cls, corpus: Corpus, documents: Sequence[int], trainer: TrainerConfig, firsts: Sequence[int]) -> Plan:
+        """The plan of a run with these settings; `firsts` as in the constructor."""
+        return cls(
+            corpus,
+            documents,
+            budget=trainer.pack_tokens,
+            packs_per_step=trainer.packs_per_step,
+            seed=trainer.seed,
+            epochs=trainer.epochs,
+            mixing=trainer.shuffle_shards,
+            firsts=firsts,
+        )
 
     def epoch(self, epoch: int) -> Layout:
         """The layout of one epoch."""
