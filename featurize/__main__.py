@@ -17,17 +17,10 @@ from featurize.claims import EXTRACTING, Claims
 from featurize.contract import FeatureContract, dtype_name, require_planes
 from featurize.dry_run import tell
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, choose_device, extract, extract_unit
+from featurize.extract import choose_device, extract, extract_unit
+from featurize.shards import Widths, check_space, cut_units, is_finished, remove_leftovers
 from featurize.spool import Spool, fill, kept_part, publish
-from featurize.store import (
-    cut_units,
-    is_complete,
-    is_finished,
-    record_inputs,
-    remove_leftovers,
-    require_inputs,
-    write_manifest,
-)
+from featurize.store import is_complete, record_inputs, require_inputs, write_manifest
 from featurize.teacher import Drafted
 from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
 from models.errors import Refused
@@ -100,14 +93,14 @@ def work(run: Run) -> bool:
             **(drafted.facts() if drafted is not None else {}),
         )
 
-        def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
-            units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
-            todo = [unit for unit in units if not is_finished(directory, unit)]
-            extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims, teaching)
-            with claims.common():
-                if not is_complete(directory, inputs):
-                    remove_leftovers(directory)
-                    write_manifest(directory, contract, inputs, tokenised, units, canary)
+        def complete(store: Path, documents: TokenisedSet, made_of: dict[str, Any], ours: Claims) -> None:
+            units = cut_units(documents, run.featurize.shard_tokens, everywhere)
+            todo = [unit for unit in units if not is_finished(store, unit)]
+            extract(backend, store, documents, todo, batch_tokens, hidden, encoding, ours, teaching)
+            with ours.common():
+                if not is_complete(store, made_of):
+                    remove_leftovers(store)
+                    write_manifest(store, contract, made_of, documents, units, canary)
 
         if not streaming:
             complete(directory, tokenised, inputs, claims)

@@ -26,8 +26,8 @@ import torch
 from rich.table import Table
 
 from featurize.encoding import ENCODINGS, Planes, decoded, encode, joined, stored
-from featurize.extract import Backend, Widths, batches, extract_unit, load_backend, pad
-from featurize.store import Unit, cut_units, map_tensors, shard_path, write_shard
+from featurize.extract import Backend, batches, extract_unit, load_backend, pad
+from featurize.shards import Unit, Widths, cut_units, map_tensors, shard_path, write_shard
 from featurize.teacher import Teaching, teacher_bytes
 from featurize.tokenised import TokenisedSet, load_renderer, tokenise
 from featurize.vocabulary import draft_vocabulary

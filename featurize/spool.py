@@ -30,14 +30,9 @@ import torch
 from featurize.claims import TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import PROGRESS_SECONDS, Widths, free_bytes
-from featurize.store import (
-    Unit,
-    is_finished,
-    remove_leftovers,
-    write_manifest,
-    write_shard,
-)
+from featurize.extract import PROGRESS_SECONDS
+from featurize.shards import Unit, Widths, free_bytes, is_finished, remove_leftovers, write_shard
+from featurize.store import write_manifest
 from featurize.teacher import TopK
 from featurize.tokenised import Document, TokenisedSet, held_out
 from models.artefact import fingerprint, read_json, write_json

@@ -20,17 +20,9 @@ import torch
 from featurize.claims import EXTRACTING, TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import Widths
+from featurize.shards import Widths, cut_units, is_finished, map_tensors, shard_path
 from featurize.spool import POLL_S, SHARE, Absence, Demand, Spool, documents_held_out, epoch_order
-from featurize.store import (
-    DocumentFeatures,
-    FeatureStore,
-    cut_units,
-    is_finished,
-    map_tensors,
-    open_manifest,
-    shard_path,
-)
+from featurize.store import DocumentFeatures, FeatureStore, open_manifest
 from featurize.tokenised import TokenisedSet
 from models.artefact import file_sha256, read_json
 from models.errors import Refused

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors, shard_key, unit_key
+from featurize.shards import kept_finals, map_tensors, shard_key, unit_key
+from featurize.store import FeatureStore, count_totals
 from featurize.teacher import read_vocabulary
 from models.artefact import file_sha256, fingerprint
 from models.errors import Refused

@@ -9,7 +9,8 @@ from pathlib import Path
 from featurize.config import DataConfig, FeaturizeConfig, SpoolConfig
 from featurize.contract import require_planes
 from featurize.dry_run import documents_of
-from featurize.store import FeatureStore, cut_units
+from featurize.shards import cut_units
+from featurize.store import FeatureStore
 from featurize.tokenised import Document
 from featurize.vocabulary import divide
 from models.config import DraftConfig, TargetConfig

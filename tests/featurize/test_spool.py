@@ -18,10 +18,9 @@ import torch
 from featurize.claims import EXTRACTING, TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import Widths
+from featurize.shards import Unit, Widths, cut_units, map_tensors, shard_path
 from featurize.spool import Demand, Made, Pace, Spool, fill, make_next
 from featurize.spooled import SpoolStore
-from featurize.store import Unit, cut_units, map_tensors, shard_path
 from featurize.tokenised import Document, TokenisedSet
 from models.errors import Refused
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from conf import load
 from featurize.__main__ import work
 from featurize.claims import Claims
-from featurize.store import FeatureStore, link_features, shard_key
+from featurize.shards import shard_key
+from featurize.store import FeatureStore, link_features
 from featurize.verify import verify
 from models.artefact import file_sha256, write_tensors
 from models.errors import Refused
