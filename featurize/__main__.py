@@ -20,9 +20,9 @@ from featurize.encoding import require_encoding
 from featurize.extract import choose_device, extract, extract_unit
 from featurize.shards import Widths, check_space, cut_units, is_finished, remove_leftovers
 from featurize.spool import Spool, fill, kept_part, publish
-from featurize.store import is_complete, record_inputs, require_inputs, write_manifest
+from featurize.store import bind, is_complete, require_inputs, write_manifest
 from featurize.teacher import Drafted
-from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
+from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise
 from models.errors import Refused
 from models.target import aux_layers, describe_target
 
@@ -68,8 +68,7 @@ def work(run: Run) -> bool:
     opened = checked_backend(target, layers, tokenised, run.featurize, run.target, run.engine, run.directory)
     with opened as (backend, canary):
         with claims.common():
-            require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
-            record_inputs(directory, inputs)
+            bind(directory, inputs, tokenised)
             if drafted is not None:
                 drafted.save(directory)
         # A server takes all of its accelerator: what it says is worked on there only if the device is named.
@@ -109,9 +108,7 @@ def work(run: Run) -> bool:
             folder = directory / "kept"
             kept_claims = Claims(folder)
             with kept_claims.common():
-                require_inputs(folder, kept_inputs)
-                record_inputs(folder, kept_inputs)
-                save(folder, kept)
+                bind(folder, kept_inputs, kept)
                 if drafted is not None:
                     drafted.save(folder)
             if not is_complete(folder, kept_inputs):

@@ -35,7 +35,7 @@ from featurize.contract import FeatureContract
 from featurize.encoding import Stored, as_planes, decoded, picked, stored
 from featurize.shards import Unit, kept_finals, map_tensors, shard_path, teacher_positions
 from featurize.teacher import VOCABULARY, TopK
-from featurize.tokenised import Document, TokenisedSet, load, require_same
+from featurize.tokenised import Document, TokenisedSet, load, require_same, save
 from featurize.vocabulary import vocabulary_fingerprint
 from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.errors import Refused
@@ -73,9 +73,17 @@ def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
         require_same(inputs, read_json(record), directory)
 
 
-def record_inputs(directory: Path, inputs: dict[str, Any]) -> None:
-    """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended."""
+def bind(directory: Path, inputs: dict[str, Any], tokenised: TokenisedSet) -> None:
+    """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended.
+
+    A launch with other inputs may have put its documents there since ours were: whoever binds the folder puts his back.
+
+    Raises:
+        Refused: it is bound to other inputs; naming what differs.
+    """
+    require_inputs(directory, inputs)
     if not (directory / "inputs.json").is_file():
+        save(directory, tokenised)
         write_json(directory / "inputs.json", inputs)
 
 
