@@ -197,6 +197,26 @@ def test_a_damaged_shard_is_named_by_whose_share_it_is_and_made_again(store: Spo
     assert store.wait(range(4), 0, 2, lambda: False) is None
 
 
+def test_who_finds_a_shard_damaged_waits_for_the_others_of_its_step_as_all_do(
+    store: SpoolStore, claims: Claims
+) -> None:
+    store.ask(done=0)
+    make_all(store.spool, claims, Demand(seed=0, epochs=2, bound=BOUND))
+    (store.directory / "shards/00000.safetensors").write_bytes(
+        bytes((store.directory / "shards/00000.safetensors").stat().st_size)
+    )
+    (store.directory / "shards/00003.json").unlink()
+    asked: list[int] = []
+
+    def leave() -> bool:
+        asked.append(1)
+        make_all(store.spool, claims, Demand(seed=0, epochs=2, bound=BOUND))
+        return False
+
+    told = store.wait(range(4), 0, 2, leave)
+    assert asked and told is not None and "00000.safetensors was damaged" in told
+
+
 def test_nobody_waits_longer_than_he_has_to(store: SpoolStore) -> None:
     store.ask(done=0)
     assert "shard 0 of 20 is not there; start `python -m featurize`" in str(store.wait(range(4), 0, 1, lambda: False))
