@@ -24,7 +24,8 @@ import pytest
 from featurize.claims import Claims
 from featurize.config import GenerateConfig, RouteConfig
 from featurize.conversations import Unusable, parse_row
-from featurize.generate import failed_file, fill_and_pack, plan_slots, repetition, user_turn_head
+from featurize.exchanges import repetition, user_turn_head
+from featurize.generate import failed_file, fill_and_pack, plan_slots
 from featurize.rows import Rows, append
 from featurize.spans import Renderer
 from featurize.speakers import Servers
@@ -392,7 +393,13 @@ def test_the_share_that_is_sampled_is_that_of_conversations_and_of_each_opening(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"concurrency": 0}, {"conversations": -1}, {"sampled_share": 1.5}, {"temperature": -0.1}, {"max_answer_tokens": 0}],
+    [
+        {"concurrency": 0},
+        {"conversations": -1},
+        {"sampled_share": 1.5},
+        {"temperature": -0.1},
+        {"max_answer_tokens": 0},
+    ],
 )
 def test_settings_that_would_make_nothing_or_wait_forever_are_refused_by_name(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
