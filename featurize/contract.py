@@ -56,7 +56,9 @@ def require_planes(draft: DraftConfig, settings: FeaturizeConfig) -> None:
     if settings.teacher_k is not None:
         kept, mend = f"featurize.teacher_k={settings.teacher_k} keeps no final plane", "featurize.teacher_k=null "
     head = f"draft.algorithm={draft.algorithm} draft.use_aux_hidden_state={str(draft.use_aux_hidden_state).lower()}"
-    raise Refused(f"{kept}, but this head ({head}) reads it at every position; set {mend}featurize.final_everywhere=true")
+    raise Refused(
+        f"{kept}, but this head ({head}) reads it at every position; set {mend}featurize.final_everywhere=true"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

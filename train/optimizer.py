@@ -115,7 +115,8 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class Average:
     """Exponential moving average of the weights, in fp32, of the pieces that this process holds.
 
-    The decay rises to its value with the number of updates, so that a short run is not mostly its start.
+    The decay rises to its value with the number of updates, so that a short run is not mostly its start (as in
+    TensorFlow's ExponentialMovingAverage with `num_updates`).
 
     Args:
         pieces: live tensors of the weights, by name.

@@ -4,7 +4,7 @@ Everything but the last is a function of (seed, epoch) and the documents, for th
 stopped and resumed, on any number of processes, sees the same documents in the same packs of the same
 steps. The documents of an epoch are shuffled; a step takes the next ones, nearly as many tokens as its packs
 hold, and lays them out heaviest first, each into the pack with the least work so far that has room for it
-(longest processing time first). What finds no room waits, and is the first to be laid in the next step. So
+(longest processing time first, Graham 1969). What finds no room waits, and is the first to be laid in the next step. So
 the packs of a step weigh about the same, and the last part, dealing them to the processes by the same rule,
 lets all processes finish a step at nearly the same time.
 

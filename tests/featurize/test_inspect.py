@@ -86,7 +86,7 @@ def test_no_more_is_shown_than_what_is_made(data: DataConfig, make_tokenizer: An
         ({"route_limits": {"": 1}}, ["one#message-1", "two#message-1"]),
         ({"route_limits": {"code": 0}}, ["two#message-1", "two#message-3"]),
     ):
-        text = shown(replace(data, **limits), make_tokenizer, documents=9)  # type: ignore[arg-type]
+        text = shown(replace(data, **limits), make_tokenizer, documents=9)
         assert [line.split()[0].rstrip(",") for line in text.splitlines() if "supervised in" in line] == ids
     with pytest.raises(ValueError, match="data.limit=-1 must be at least 1"):
         DataConfig(limit=-1)

@@ -128,8 +128,8 @@ def test_other_settings_are_refused_by_name_and_a_damaged_vocabulary_is_found(
         ),
         (
             ["featurize.teacher_k=5", "draft.algorithm=mtp", "draft.vocab_size=null"],
-            r"featurize\.teacher_k=5 keeps no final plane, but this head \(draft\.algorithm=mtp .* reads it at every position; set "
-            r"featurize\.teacher_k=null featurize\.final_everywhere=true",
+            r"featurize\.teacher_k=5 keeps no final plane, but this head \(draft\.algorithm=mtp .* reads it at every "
+            r"position; set featurize\.teacher_k=null featurize\.final_everywhere=true",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
