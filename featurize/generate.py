@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,12 @@ def plan_slots(config: GenerateConfig) -> list[Slot]:
         return slots
     if not config.routes:
         raise Refused("generate.routes is empty; name at least one route with its openings, or generate.prompts")
-    total = sum(route.share for route in config.routes.values())
+    names = sorted(config.routes)
+    shares = list(accumulate((config.routes[name].share for name in names), initial=0.0))
+    ends = [round(config.conversations * share / shares[-1]) for share in shares]  # so that counts add up to the whole
     placed = []
-    for name, route in sorted(config.routes.items()):
-        count = round(config.conversations * route.share / total)
+    for name, begin, end in zip(names, ends, ends[1:], strict=False):
+        route, count = config.routes[name], end - begin
         for index in range(count):
             each, opening = divmod(index, len(route.openings))  # every opening has its share of both
             slot = Slot(f"{name}-{index:05d}", name, sampled(each), route.openings[opening])

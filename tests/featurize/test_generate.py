@@ -380,6 +380,16 @@ def test_what_the_template_refuses_at_once_is_recorded_and_stops_nothing_else(
     assert set(failed(config).values()) == {"the chat template refuses it: it knows no think"}
 
 
+@pytest.mark.parametrize("conversations", [1, 2, 7, 1000])
+def test_as_many_are_planned_as_asked_for_whatever_the_shares(conversations: int, config: GenerateConfig) -> None:
+    config.conversations = conversations
+    config.routes = {name: RouteConfig(share=share) for name, share in zip("abcd", (1.0, 1.0, 1.4, 1.0), strict=True)}
+    slots = plan_slots(config)
+    assert len({slot.id for slot in slots}) == conversations
+    counts = Counter(slot.route for slot in slots)
+    assert all(abs(counts[name] - conversations * route.share / 4.4) < 1 for name, route in config.routes.items())
+
+
 @pytest.mark.parametrize(("share", "sampled"), [(0.0, 0), (0.1, 4), (0.25, 10), (0.4, 16), (0.75, 30), (1.0, 40)])
 def test_the_share_that_is_sampled_is_that_of_conversations_and_of_each_opening(
     share: float, sampled: int, config: GenerateConfig
