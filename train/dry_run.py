@@ -19,6 +19,8 @@ from models.eagle3 import Eagle3Config
 from models.planes import FINAL
 from models.target import Target, aux_layers, describe_target
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
+from train.feed import require_mixing
+from train.optimizer import check_schedule
 from train.plan import Corpus, Costs, Plan
 from train.sizes import frozen, memory, parameters, state
 
@@ -78,6 +80,9 @@ def tell(
     corpus = Corpus.of(documents, Costs.of(head, objective.row_share), objective.unroll_steps)
     training, validation = divide(documents, data.validation_share)
     plan = Plan.of(corpus, training, trainer, firsts)
+    check_schedule(optim, len(plan))
+    if streaming:
+        require_mixing(plan.mixing)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     tokens, rows = int(corpus.tokens_N[training].sum()), int(corpus.rows_NK[training, 0].sum())
     share = rows / tokens

@@ -33,7 +33,7 @@ from train.curves import draw_curves
 from train.feed import Feed
 from train.measure import Journal, Progress, Window, peak_memory
 from train.objective import Objective, Outcome, judge
-from train.optimizer import schedule
+from train.optimizer import check_schedule, schedule
 from train.packs import Pack, build_pack, read_ahead
 from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
 from train.signals import StopRequest
@@ -75,13 +75,7 @@ class Trainer:
             store.require_kept(self.validation)
             self.feed = Feed(store, self.plan, self.accelerator.process_index, self.accelerator.num_processes)
 
-        decay = optim.decay_share * len(self.plan) if optim.schedule == "wsd" else 0
-        if decay and optim.warmup_steps + decay > len(self.plan):
-            raise Refused(
-                f"optim.warmup_steps={optim.warmup_steps} and optim.decay_share={optim.decay_share} overlap in a run "
-                f"of {len(self.plan)} steps; lower one of them"
-            )
-
+        check_schedule(optim, len(self.plan))
         counts = count_supervised(store.documents, store.tokens_T, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
