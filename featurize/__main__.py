@@ -14,22 +14,15 @@ from typing import Any
 from conf import Run, stage
 from featurize.backends import checked_backend
 from featurize.claims import EXTRACTING, Claims
-from featurize.contract import FeatureContract, dtype_name
+from featurize.contract import FeatureContract, dtype_name, require_planes
 from featurize.dry_run import tell
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space, choose_device, extract, extract_unit
+from featurize.extract import choose_device, extract, extract_unit
+from featurize.shards import Widths, check_space, cut_units, is_finished, remove_leftovers
 from featurize.spool import Spool, fill, kept_part, publish
-from featurize.store import (
-    cut_units,
-    is_complete,
-    is_finished,
-    record_inputs,
-    remove_leftovers,
-    require_inputs,
-    write_manifest,
-)
+from featurize.store import bind, is_complete, require_inputs, write_manifest
 from featurize.teacher import Drafted
-from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise, save
+from featurize.tokenised import TokenisedSet, describe_inputs, load_or_tokenise
 from models.errors import Refused
 from models.target import aux_layers, describe_target
 
@@ -38,13 +31,7 @@ def check_wanted(run: Run) -> None:
     """Raise Refused where a run has another's features, or its head could not be trained on its own."""
     if run.features_of is not None:
         raise Refused(f"features_of={run.features_of} names the run whose features these are; extract them as that run")
-    kept = run.featurize.final_everywhere or run.featurize.teacher_k is not None  # which has a word for it of its own
-    if run.draft.reads_final and not kept:
-        raise Refused(
-            f"draft.algorithm={run.draft.algorithm} draft.use_aux_hidden_state="
-            f"{str(run.draft.use_aux_hidden_state).lower()}: this head reads the final plane at every position; set "
-            "featurize.final_everywhere=true"
-        )
+    require_planes(run.draft, run.featurize)
 
 
 def work(run: Run) -> bool:
@@ -81,8 +68,7 @@ def work(run: Run) -> bool:
     opened = checked_backend(target, layers, tokenised, run.featurize, run.target, run.engine, run.directory)
     with opened as (backend, canary):
         with claims.common():
-            require_inputs(directory, inputs)  # another launch may have bound the folder meanwhile
-            record_inputs(directory, inputs)
+            bind(directory, inputs, tokenised)
             if drafted is not None:
                 drafted.save(directory)
         # A server takes all of its accelerator: what it says is worked on there only if the device is named.
@@ -106,14 +92,14 @@ def work(run: Run) -> bool:
             **(drafted.facts() if drafted is not None else {}),
         )
 
-        def complete(directory: Path, tokenised: TokenisedSet, inputs: dict[str, Any], claims: Claims) -> None:
-            units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
-            todo = [unit for unit in units if not is_finished(directory, unit)]
-            extract(backend, directory, tokenised, todo, batch_tokens, hidden, encoding, claims, teaching)
-            with claims.common():
-                if not is_complete(directory, inputs):
-                    remove_leftovers(directory)
-                    write_manifest(directory, contract, inputs, tokenised, units, canary)
+        def complete(store: Path, documents: TokenisedSet, made_of: dict[str, Any], ours: Claims) -> None:
+            units = cut_units(documents, run.featurize.shard_tokens, everywhere)
+            todo = [unit for unit in units if not is_finished(store, unit)]
+            extract(backend, store, documents, todo, batch_tokens, hidden, encoding, ours, teaching)
+            with ours.common():
+                if not is_complete(store, made_of):
+                    remove_leftovers(store)
+                    write_manifest(store, contract, made_of, documents, units, canary)
 
         if not streaming:
             complete(directory, tokenised, inputs, claims)
@@ -122,9 +108,7 @@ def work(run: Run) -> bool:
             folder = directory / "kept"
             kept_claims = Claims(folder)
             with kept_claims.common():
-                require_inputs(folder, kept_inputs)
-                record_inputs(folder, kept_inputs)
-                save(folder, kept)
+                bind(folder, kept_inputs, kept)
                 if drafted is not None:
                     drafted.save(folder)
             if not is_complete(folder, kept_inputs):

@@ -16,7 +16,6 @@ Shape suffixes: N rows, H hidden, F teacher positions, V vocabulary, D draft voc
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,12 +26,12 @@ import torch
 from rich.table import Table
 
 from featurize.encoding import ENCODINGS, Planes, decoded, encode, joined, stored
-from featurize.extract import Backend, Widths, batches, extract_unit, pad
-from featurize.store import Unit, cut_units, map_tensors, shard_path, write_shard
+from featurize.extract import Backend, batches, extract_unit, load_backend, pad
+from featurize.shards import Unit, Widths, cut_units, map_tensors, shard_path, write_shard
 from featurize.teacher import Teaching, teacher_bytes
-from featurize.tokenised import TokenisedSet
+from featurize.tokenised import TokenisedSet, load_renderer, tokenise
 from featurize.vocabulary import draft_vocabulary
-from models.errors import Refused
+from models.target import aux_layers, describe_target
 from models.terminal import tables
 
 BENCH_TOKENS = 16_384
@@ -234,17 +233,11 @@ def show(speed: Speed, losses: dict[str, Loss], masses: dict[int, Mass], encodin
     console.print(table)
 
 
-def main() -> None:
-    """Measure on the run that the command line names."""
-    import conf
-    from featurize.extract import load_backend
-    from featurize.tokenised import load_renderer, tokenise
-    from models.target import aux_layers, describe_target
+if __name__ == "__main__":
+    from conf import Run, stage
 
-    if conf.help.asks_for_help(sys.argv[1:]):
-        conf.help.tell()
-    try:
-        run = conf.load(sys.argv[1:])
+    def work(run: Run) -> None:
+        """Measure on the run's first shard."""
         target, settings = describe_target(run.target), run.featurize
         layers = aux_layers(target, run.target.aux_layers)
         tokenised = tokenise(replace(run.data, limit=run.data.limit or 512), load_renderer(target, run.target), "")
@@ -252,14 +245,9 @@ def main() -> None:
         speed = measure(backend, tokenised, target.hidden_size, settings.batch_tokens, settings.encoding)
         head_VH, share, size = target.load_lm_head().to(target.dtype), run.data.validation_share, run.draft.vocab_size
         ids_D = draft_vocabulary(tokenised.documents, tokenised.tokens, share, target.vocab_size, size)
-        tables = compare(
+        losses, masses = compare(
             backend, tokenised, target.hidden_size, settings.batch_tokens, settings.encoding, head_VH, ids_D
         )
-        show(speed, *tables, settings.encoding)
-    except Refused as error:
-        print(f"featurize.bench: {error}", file=sys.stderr)
-        sys.exit(2)
+        show(speed, losses, masses, settings.encoding)
 
-
-if __name__ == "__main__":
-    main()
+    stage("featurize.bench", work, shared=True)

@@ -1,8 +1,9 @@
-"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`,
-`generate`, `inspect`)."""
+"""Typed settings of conversations, features and on-policy generation (`data`, `featurize`, `spool`, `generate`,
+`inspect`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,8 @@ class DataConfig:
         for route, most in self.route_limits.items():
             if most < 0:
                 raise ValueError(f"data.route_limits.{route}={most} must not be negative")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit={self.limit} must be at least 1; null takes all documents")
         if self.max_tokens < 4:
             raise ValueError(f"data.max_tokens={self.max_tokens} leaves no room for a prompt and an answer")
         if not 0 <= self.validation_share < 1:
@@ -202,6 +205,8 @@ class RouteConfig:
     def __post_init__(self) -> None:
         if self.turns < 1 or not self.openings:
             raise ValueError(f"generate.routes: a route needs openings and at least 1 turn (turns={self.turns})")
+        if not 0 < self.share < math.inf:
+            raise ValueError(f"generate.routes: share={self.share} of a route must be above 0")
 
 
 @dataclass
@@ -223,6 +228,7 @@ class GenerateConfig:
         max_user_tokens, max_answer_tokens: bounds; a user turn that reaches its bound is discarded, an
             answer that reaches it is kept, marked `finish_reason: length`.
         concurrency: requests in flight.
+        seed: of all sampling; each request has one that follows from it and its conversation's id.
     """
 
     urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000/v1"])
@@ -238,3 +244,13 @@ class GenerateConfig:
     max_answer_tokens: int = 192
     concurrency: int = 32
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("conversations", "max_user_tokens", "max_answer_tokens", "concurrency"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"generate.{key}={getattr(self, key)} must be at least 1")
+        for key in ("user_temperature", "temperature"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"generate.{key}={getattr(self, key)} must not be negative")
+        if not 0 <= self.sampled_share <= 1:
+            raise ValueError(f"generate.sampled_share={self.sampled_share} is not in [0, 1]")

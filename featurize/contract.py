@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from featurize.config import FeaturizeConfig
 from featurize.encoding import require_encoding
 from models.artefact import file_sha256, fingerprint
+from models.config import DraftConfig
 from models.errors import Refused
 from models.target import Target
 
@@ -32,7 +34,6 @@ TOKENIZER_FILES = (
 )
 """Everything beside a target's weights that decides over its token ids and where its answers end."""
 
-
 UNUSUAL = ("final_everywhere", "teacher_k", "draft_vocab_size", "draft_vocabulary")
 """What most stores do not keep."""
 
@@ -41,6 +42,23 @@ def tokenizer_fingerprint(directory: Path) -> str:
     """Fingerprint of the files that decide over token ids, template text and end-of-turn ids."""
     files = {name: file_sha256(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
     return fingerprint(files)
+
+
+def require_planes(draft: DraftConfig, settings: FeaturizeConfig) -> None:
+    """Check that features that are extracted so hold the planes that the run's head reads.
+
+    Raises:
+        Refused: it reads the final plane everywhere, which they do not keep.
+    """
+    if not draft.reads_final or settings.final_everywhere:
+        return
+    kept, mend = "featurize.final_everywhere=false keeps the final plane only where it teaches", ""
+    if settings.teacher_k is not None:
+        kept, mend = f"featurize.teacher_k={settings.teacher_k} keeps no final plane", "featurize.teacher_k=null "
+    head = f"draft.algorithm={draft.algorithm} draft.use_aux_hidden_state={str(draft.use_aux_hidden_state).lower()}"
+    raise Refused(
+        f"{kept}, but this head ({head}) reads it at every position; set {mend}featurize.final_everywhere=true"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

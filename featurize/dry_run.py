@@ -11,9 +11,9 @@ from pathlib import Path
 from featurize.config import DataConfig, FeaturizeConfig, SpoolConfig
 from featurize.contract import dtype_name
 from featurize.encoding import require_encoding
-from featurize.extract import Widths, check_space
+from featurize.shards import Widths, check_space, cut_units, is_finished
 from featurize.spool import Spool, documents_held_out
-from featurize.store import cut_units, is_finished, require_inputs
+from featurize.store import require_inputs
 from featurize.teacher import Drafted
 from featurize.tokenised import TokenisedSet, describe_inputs, load, load_renderer, tokenise
 from featurize.vllm_extract import purpose
@@ -38,7 +38,7 @@ def documents_of(
     """The run's documents: those in its folder if extraction was there, else rendered now and kept nowhere.
 
     Raises:
-        Refused: the folder was made of other inputs, no document is left, or the head needs what is not kept.
+        Refused: the folder was made of other inputs, no document is left, or the target's logits are not supported.
     """
     top_k = Drafted.inputs(settings.teacher_k, target, draft, data.validation_share)
     if not (directory / "tokenised.json").is_file():

@@ -1,6 +1,6 @@
 """Hidden states with transformers: the target's decoder alone, hooks on the layers that are needed.
 
-The unit of work is a shard. Its documents are sorted by length and laid into batches of about
+The unit of work is a shard (shards.py). Its documents are sorted by length and laid into batches of about
 `featurize.batch_tokens` tokens, padded on the right to the longest of the batch. No attention mask is
 passed: a causal model never looks to the right, so padding behind a document cannot reach it, and
 without a mask attention takes its fast path. Neighbours in length differ by little, so padding is under
@@ -17,7 +17,6 @@ plane of a shard, A aux planes, H hidden.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,8 @@ from rich.progress import TaskID, TextColumn
 from torch import nn
 
 from featurize.claims import Claims
-from featurize.contract import FeatureContract
-from featurize.encoding import row_bytes, table_bytes
-from featurize.store import Unit, is_finished, kept_finals, remove_leftovers, teacher_positions, write_shard
-from featurize.teacher import Teaching, TopK, teacher_bytes
+from featurize.shards import Unit, is_finished, kept_finals, remove_leftovers, teacher_positions, write_shard
+from featurize.teacher import Teaching, TopK
 from featurize.tokenised import TokenisedSet
 from models.config import TargetConfig
 from models.errors import Refused
@@ -236,62 +233,6 @@ def extract_unit(
         check_rows(rows_FH, "the final plane", document.id)
         advance(document.length)
     return tokens_T, aux_TAH, final_FH if teaching is None else teaching(final_FH)
-
-
-@dataclass(frozen=True)
-class Widths:
-    """What the size of a shard follows from, beside its unit: H, A and the encoding.
-
-    Attributes:
-        teacher_bytes: of a teacher position that is kept as its likeliest tokens; None where it is a plane.
-    """
-
-    hidden_size: int
-    aux_planes: int
-    encoding: str
-    teacher_bytes: int | None = None
-
-    @classmethod
-    def of(cls, contract: FeatureContract) -> Widths:
-        """Of the shards of a store."""
-        kept = teacher_bytes(contract.teacher_k, contract.draft_vocab_size) if contract.teacher_k else None
-        return cls(contract.hidden_size, len(contract.aux_layers), contract.encoding, kept)
-
-    def bytes(self, units: Sequence[Unit]) -> int:
-        """Size of these units' tensors."""
-        row, table = row_bytes(self.encoding, self.hidden_size), table_bytes(self.encoding, self.hidden_size)
-        tokens, finals = sum(unit.tokens for unit in units), sum(unit.finals for unit in units)
-        final, tables = (row, 1) if self.teacher_bytes is None else (self.teacher_bytes, 0)
-        aux = self.aux_planes
-        return tokens * (4 + aux * row) + finals * final + len(units) * (aux + tables) * table
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes of the disk that a folder is on, or will be on."""
-    return shutil.disk_usage(next(each for each in (directory, *directory.parents) if each.exists())).free
-
-
-def check_space(
-    directory: Path, tokenised: TokenisedSet, units: Sequence[Unit], todo: Sequence[Unit], widths: Widths
-) -> None:
-    """Print what will be written against what is free.
-
-    Raises:
-        Refused: what is still to be written does not fit.
-    """
-    tokens, total, needed = len(tokenised.tokens), widths.bytes(units), widths.bytes(todo)
-    free = free_bytes(directory)
-    print(
-        f"features: {len(tokenised.documents):,} documents, {tokens:,} tokens, {total / tokens:,.0f} bytes per token "
-        f"({widths.encoding}), {total / 1e9:.2f} GB in {len(units)} shards; {len(todo)} shards ({needed / 1e9:.2f} GB) "
-        f"to compute, {free / 1e9:.1f} GB free",
-        flush=True,
-    )
-    if needed * 1.01 > free:
-        raise Refused(
-            f"{directory} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; free some, put root=... "
-            "on a larger disk, choose a smaller featurize.encoding, or lower data.limit or data.max_tokens"
-        )
 
 
 class Progress:

@@ -1,16 +1,12 @@
-"""On-policy conversations: the target's own answers, to prompts from any source or of its own making.
+"""On-policy conversations: the target's own answers, to prompts from any source or of its own making (exchanges.py).
 
-Without `generate.prompts` no data set is needed: the head of a user turn, as the target's own chat template writes
-it, is given to the target, and what it continues with is a user turn in its own words. An opening per route
-("Extract as JSON:", "Write a Python function that", ...) steers the kind. Turns that are too short, too long,
-repetitive or already seen are discarded and sampled again; the target then answers the ones that stay.
+Without `generate.prompts` no data set is needed: each route names openings of user turns, which the target continues.
 
-Prompts are rendered here and sent as token ids, so that no second template (a server's, with other defaults) can slip
-in; the ids that a server returns are kept. Every conversation is a slot with an id and a seed of its own. What is
-finished is appended to `generate.output`; a slot that cannot be filled (every attempt discarded, its request refused
-again and again) is appended to `*.failed.jsonl` with the reason and not asked for again until that file is removed. So
-a run that is stopped goes on with the slots that are in neither. `pack` writes the result in the order of the plan,
-compressed, equal for equal contents. Servers that answer nobody stop the run, and nothing is recorded as failed.
+Every conversation is a slot with an id and a seed of its own. What is finished is appended to `generate.output`; a slot
+that cannot be filled (every attempt discarded, its request refused again and again) is appended to `*.failed.jsonl`
+with the reason and not asked for again until that file is removed. So a run that is stopped goes on with the slots that
+are in neither. `pack` writes the result in the order of the plan, compressed, equal for equal contents. Servers that
+answer nobody stop the run, and nothing is recorded as failed.
 
 Run many times at once, on any machines that see the folder, the processes share the slots: each is claimed while it is
 filled, and all see one another's rows. Each process returns when all slots are done.
@@ -25,27 +21,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import hashlib
 import json
 import logging
-import re
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from featurize.claims import Claims
-from featurize.config import DataConfig, GenerateConfig, RouteConfig
-from featurize.conversations import Conversation, Refusals, Unusable
+from featurize.config import DataConfig, GenerateConfig
+from featurize.conversations import Refusals
+from featurize.exchanges import Generator, Slot, normalised
 from featurize.rows import Rows, append, mend
 from featurize.sources import describe_sources, read_conversations
 from featurize.spans import Renderer
-from featurize.speakers import InProcess, Servers, Speaker, Unanswered, Unfilled
+from featurize.speakers import InProcess, Servers, Unanswered, Unfilled
 from featurize.tokenised import load_renderer
 from models.artefact import fingerprint, read_json, write_bytes, write_json
 from models.config import TargetConfig
@@ -57,55 +53,8 @@ log = logging.getLogger(__name__)
 Start = Callable[[], AbstractContextManager[Sequence[str]]]
 """Starts servers; the context has their base URLs, and stops them when it is left."""
 
-ATTEMPTS = 12
-"""User turns sampled for one turn before it is given up."""
 FAILURES = 8
 """Slots failing one after another, none filled between them, after which the servers are taken to be at fault."""
-
-
-def user_turn_head(renderer: Renderer, messages: Sequence[dict[str, Any]] = (), **arguments: Any) -> str:
-    """The rendered text up to where the user message behind `messages` begins, from the template's own structure.
-
-    Raises:
-        Refused: the template does not render user text as it is.
-    """
-    marker = "draftsmith-user-text-begins-here"
-    text = renderer.text([*messages, {"role": "user", "content": marker}], arguments=arguments)
-    if text.count(marker) != 1:
-        raise Refused("the target's chat template does not render a user message as it is")
-    return text[: text.index(marker)]
-
-
-def repetition(text: str) -> float:
-    """Share of the text's word 4-grams that already occurred earlier in it (0 = none, near 1 = a loop)."""
-    words = text.split()
-    grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def normalised(text: str) -> str:
-    """Text for comparing user turns: lower case, words and digits only."""
-    return " ".join(re.findall(r"\w+", text.lower()))
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One conversation to be made: its id, route, whether its answers are sampled, and what it begins with.
-
-    Attributes:
-        opening: of the first user turn, if the target makes the user turns up.
-        prompt: the conversation whose users' messages are answered, otherwise.
-    """
-
-    id: str
-    route: str
-    sampled: bool
-    opening: str = ""
-    prompt: Conversation | None = None
-
-    def seed(self, seed: int, attempt: int) -> int:
-        """Sampling seed of one attempt, from contents alone."""
-        return int.from_bytes(hashlib.sha256(f"{seed}/{self.id}/{attempt}".encode()).digest()[:4], "big")
 
 
 def plan_slots(config: GenerateConfig) -> list[Slot]:
@@ -114,162 +63,32 @@ def plan_slots(config: GenerateConfig) -> list[Slot]:
     Raises:
         Refused: there are neither prompts nor routes, or the prompts cannot be read.
     """
-    period = max(1, round(1 / config.sampled_share)) if config.sampled_share else 0
+
+    def sampled(index: int) -> bool:
+        """Whether the conversation of this number is: the first, and from then on whenever the share falls behind."""
+        before, after = (math.ceil(config.sampled_share * count - 1e-9) for count in (index, index + 1))
+        return before < after
+
     if config.prompts:
         refusals = Refusals()
         read = islice(read_conversations(DataConfig(config.prompts), refusals, prompts=True), config.conversations)
-        slots = [Slot(c.id, c.route, bool(period) and i % period == 0, prompt=c) for i, c in enumerate(read)]
+        slots = [Slot(c.id, c.route, sampled(i), prompt=c) for i, c in enumerate(read)]
         for line in refusals.lines():
             log.warning("left out: %s", line)
         return slots
     if not config.routes:
         raise Refused("generate.routes is empty; name at least one route with its openings, or generate.prompts")
-    total = sum(route.share for route in config.routes.values())
+    names = sorted(config.routes)
+    shares = list(accumulate((config.routes[name].share for name in names), initial=0.0))
+    ends = [round(config.conversations * share / shares[-1]) for share in shares]  # so that counts add up to the whole
     placed = []
-    for name, route in sorted(config.routes.items()):
-        count = round(config.conversations * route.share / total)
+    for name, begin, end in zip(names, ends, ends[1:], strict=False):
+        route, count = config.routes[name], end - begin
         for index in range(count):
-            sampled = bool(period) and (index // len(route.openings)) % period == 0
-            opening = route.openings[index % len(route.openings)]
-            placed.append((index / count, Slot(f"{name}-{index:05d}", name, sampled, opening)))
+            each, opening = divmod(index, len(route.openings))  # every opening has its share of both
+            slot = Slot(f"{name}-{index:05d}", name, sampled(each), route.openings[opening])
+            placed.append((index / count, slot))
     return [slot for _, slot in sorted(placed, key=lambda pair: pair[0])]
-
-
-class Generator:
-    """Fills slots."""
-
-    def __init__(self, config: GenerateConfig, renderer: Renderer, speaker: Speaker) -> None:
-        self.config, self.renderer, self.speaker = config, renderer, speaker
-        self.seen: set[str] = set()
-        self.discarded: Counter[str] = Counter()
-
-    def judge_user_turn(self, text: str, finish_reason: str) -> str | None:
-        """Why a user turn is discarded, or None if it stays."""
-        if finish_reason != "stop":
-            return "user turn too long"
-        if len(normalised(text)) < 12:
-            return "user turn empty or short"
-        if repetition(text) > 0.3:
-            return "user turn repetitive"
-        if normalised(text) in self.seen:
-            return "user turn seen before"
-        return None
-
-    async def answer(
-        self, slot: Slot, messages: Sequence[dict[str, Any]], seed: int
-    ) -> tuple[dict[str, Any] | None, str]:
-        """The target's answer to `messages` as a message, or None and why it is discarded.
-
-        Raises:
-            Unfilled: the request keeps failing, or the chat template refuses the messages.
-        """
-        route, prompt = self._route(slot), slot.prompt
-        try:
-            text = self.renderer.text(
-                messages, generation=True, tools=prompt.tools if prompt else None, arguments=self._arguments(slot)
-            )
-            ids = self.renderer.ids(text)
-        except Unusable as error:
-            raise Unfilled(str(error)) from None
-        temperature = self.config.temperature if route.temperature is None else route.temperature
-        said = await self.speaker.complete(
-            ids,
-            max_tokens=self.config.max_answer_tokens,
-            temperature=temperature if slot.sampled else 0.0,
-            top_p=route.top_p if slot.sampled else 1.0,
-            seed=seed,
-        )
-        if not said.text.strip():
-            return None, "answer empty"
-        if repetition(said.text) > 0.8:
-            return None, "answer repetitive"
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        cut = said.finish_reason == "length"
-        # Ids that end in no end-of-turn token are kept of a cut answer only: its end must be in what is trained.
-        if said.ids and (cut or said.ids[-1] in self.renderer.end_of_turn):
-            message["token_ids"] = said.ids
-        return (message | {"finish_reason": "length"} if cut else message), ""
-
-    async def exchange(self, slot: Slot, history: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]] | None:
-        """A user turn in the target's own words behind `history` and its answer, or None if all were discarded.
-
-        Raises:
-            Unfilled: a request keeps failing.
-        """
-        head = user_turn_head(self.renderer, history, **self._arguments(slot)) + (slot.opening if turn == 0 else "")
-        for attempt in range(ATTEMPTS):
-            seed = slot.seed(self.config.seed, turn * ATTEMPTS + attempt)
-            user = await self.speaker.complete(
-                self.renderer.ids(head),
-                max_tokens=self.config.max_user_tokens,
-                temperature=self.config.user_temperature,
-                top_p=0.95,
-                seed=seed,
-            )
-            text = ((slot.opening if turn == 0 else "") + user.text).strip()
-            reason = self.judge_user_turn(text, user.finish_reason)
-            if reason is None:
-                self.seen.add(normalised(text))
-                message = {"role": "user", "content": text}
-                reply, reason = await self.answer(slot, [*history, message], seed)
-                if reply:
-                    return [message, reply]
-            self.discarded[reason] += 1
-        return None
-
-    async def fill(self, slot: Slot) -> dict[str, Any]:
-        """The conversation of one slot. A turn that cannot be had ends it; the turns before it stay.
-
-        Raises:
-            Unfilled: there is not one turn.
-        """
-        messages: list[dict[str, Any]] = []
-        if slot.prompt is None:
-            for turn in range(self._route(slot).turns):
-                made = await self.exchange(slot, messages, turn)
-                if made is None:
-                    break
-                messages += made
-                if "finish_reason" in made[-1]:
-                    break
-            reason = "every user turn or its answer was discarded"
-        else:
-            messages, reason = await self._answer_prompt(slot, slot.prompt)
-        if not messages:
-            raise Unfilled(reason)
-        row = {"id": slot.id, "route": slot.route, "messages": messages}
-        extra = {"tools": slot.prompt and slot.prompt.tools, "chat_template_kwargs": self._arguments(slot)}
-        return row | {key: value for key, value in extra.items() if value}
-
-    async def _answer_prompt(self, slot: Slot, prompt: Conversation) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages with the target's answers for the assistant's, and why it ended early.
-
-        It ends before a tool's result, since that answers a call which the target may never have made.
-        """
-        done: list[dict[str, Any]] = []
-        pending: list[dict[str, Any]] = []
-        last = max(at for at, message in enumerate(prompt.messages) if message["role"] == "user")
-        for at, message in enumerate(prompt.messages[: last + 1]):
-            if message["role"] == "tool":
-                return done, "a tool's result comes before the first answer"
-            if message["role"] != "assistant":
-                pending.append(message)
-            follows = prompt.messages[at + 1]["role"] if at < last else "assistant"
-            if message["role"] == "user" and follows != "user":
-                reply, reason = await self.answer(slot, [*done, *pending], slot.seed(self.config.seed, at))
-                if reply is None:
-                    return done, reason
-                done, pending = [*done, *pending, reply], []
-                if "finish_reason" in reply:
-                    break
-        return done, "no answer"
-
-    def _route(self, slot: Slot) -> RouteConfig:
-        return self.config.routes.get(slot.route, RouteConfig())
-
-    def _arguments(self, slot: Slot) -> dict[str, Any]:
-        own = slot.prompt.template_arguments if slot.prompt else {}
-        return {**self._route(slot).chat_template_kwargs, **own}
 
 
 def failed_file(output: Path) -> Path:

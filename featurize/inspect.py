@@ -83,4 +83,4 @@ if __name__ == "__main__":
         renderer = load_renderer(describe_target(run.target), run.target)
         inspect(run.data, renderer, run.inspect, tables())
 
-    stage("inspect", work)
+    stage("inspect", work, shared=True)

@@ -24,8 +24,8 @@ from models.errors import Refused
 
 log = logging.getLogger(__name__)
 
-FILES = (".jsonl", ".gz", ".parquet", ".arrow")
-"""Endings of single files that are read here; anything else must be a folder."""
+COLUMNAR = (".parquet", ".arrow")
+"""Endings of files that pyarrow reads; any other file is taken for JSON lines."""
 
 
 def locate(name: str, key: str = "data.conversations") -> Path:
@@ -37,7 +37,7 @@ def locate(name: str, key: str = "data.conversations") -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix in FILES:
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix in (".jsonl", ".gz", *COLUMNAR):
         raise Refused(f"no such file: {path} ({key}; relative paths start at the current folder)")
     from huggingface_hub import snapshot_download
 
@@ -167,11 +167,10 @@ def source_rows(source: SourceConfig) -> Iterator[tuple[str, Iterator[tuple[str,
     """Name and rows, each with its place, of every file or folder of a source."""
     for name in source.paths:
         path = locate(name)
-        rows = (
-            folder_rows(path, source)
-            if path.is_dir()
-            else (arrow_rows if path.suffix in FILES[2:] else json_rows)(path)
-        )
+        if path.is_dir():
+            rows = folder_rows(path, source)
+        else:
+            rows = arrow_rows(path) if path.suffix in COLUMNAR else json_rows(path)
         yield str(path), ((f"{path}:{number}", row) for number, row in rows)
 
 

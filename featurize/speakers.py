@@ -54,12 +54,19 @@ class Servers:
         self.rests_until = dict.fromkeys(config.urls, 0.0)
 
     async def complete(self, prompt: list[int], **sampling: Any) -> Completion:
-        """Ask; a failing server rests a little and the request goes to another one, or there again."""
+        """Ask; a failing server rests a little and the request goes to another one, or there again after that rest.
+
+        Raises:
+            Unfilled: a server refuses the request itself. Unanswered: it has failed TRIES times.
+        """
         body = {"model": self.model, "prompt": prompt, "return_token_ids": True, **sampling}
         told: Exception | None = None
         for attempt in range(TRIES):
             now = time.monotonic()
-            url = min(self.urls, key=lambda url: (max(self.rests_until[url] - now, 0), self.in_flight[url]))
+            rests = {url: max(until - now, 0) for url, until in self.rests_until.items()}
+            url = min(self.urls, key=lambda url: (rests[url], self.in_flight[url]))
+            if attempt:  # a request that has not failed yet waits for nobody
+                await asyncio.sleep(rests[url])
             self.in_flight[url] += 1
             try:
                 response = await self.client.post(f"{url}/completions", json=body)
@@ -73,8 +80,6 @@ class Servers:
                 self.rests_until[url] = time.monotonic() + 2**attempt
             finally:
                 self.in_flight[url] -= 1
-            if attempt < TRIES - 1:
-                await asyncio.sleep(2**attempt if len(self.urls) == 1 else 0)
         reason = f"{type(told).__name__}: {told}".splitlines()[0]
         raise Unanswered(
             f"{url}/completions keeps failing: {reason}; "

@@ -30,14 +30,9 @@ import torch
 from featurize.claims import TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import PROGRESS_SECONDS, Widths, free_bytes
-from featurize.store import (
-    Unit,
-    is_finished,
-    remove_leftovers,
-    write_manifest,
-    write_shard,
-)
+from featurize.extract import PROGRESS_SECONDS
+from featurize.shards import Unit, Widths, free_bytes, is_finished, remove_leftovers, write_shard
+from featurize.store import write_manifest
 from featurize.teacher import TopK
 from featurize.tokenised import Document, TokenisedSet, held_out
 from models.artefact import fingerprint, read_json, write_json
@@ -88,16 +83,23 @@ class Demand:
 
 
 class Absence:
-    """For how long the other side has not been there, by this process's own clock."""
+    """For how long the other side has not been there, by this process's own clock: since the first look that missed it.
+
+    What this process does between two looks may take longer than its patience, and is nobody's absence.
+    """
 
     def __init__(self, patience_s: float) -> None:
-        self._patience_s, self._since = patience_s, time.monotonic()
+        self._patience_s = patience_s
+        self._since: float | None = None
 
     def too_long(self, there: bool) -> bool:
         """Note whether it is there now; whether patience has run out."""
+        now = time.monotonic()
         if there:
-            self._since = time.monotonic()
-        return time.monotonic() - self._since > self._patience_s
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > self._patience_s
 
 
 def documents_held_out(documents: Sequence[Document], share: float) -> list[int]:
@@ -260,7 +262,7 @@ def fill(spool: Spool, claims: Claims, make: Callable[[Unit], Made]) -> None:
     """
     absence, pace = Absence(spool.patience_s), Pace()
     while True:
-        demand = spool.demand()
+        demand, gone = spool.demand(), absence.too_long(claims.anyone(TRAINING))
         if demand is not None:
             finished = demand.done == spool.total(demand)
             pace.tell(demand, spool.total(demand), now=finished)
@@ -268,7 +270,7 @@ def fill(spool: Spool, claims: Claims, make: Callable[[Unit], Made]) -> None:
                 return
             if make_next(spool, claims, demand, make, pace):
                 continue
-        if absence.too_long(claims.anyone(TRAINING)):
+        if gone:
             stage = "it never came" if demand is None else f"done with {demand.done} of {spool.total(demand)} shards"
             raise Refused(
                 f"nobody has been training from {spool.directory} for {spool.patience_s:g} s ({stage}); "

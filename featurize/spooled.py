@@ -20,17 +20,9 @@ import torch
 from featurize.claims import EXTRACTING, TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import Widths
+from featurize.shards import Widths, cut_units, is_finished, map_tensors, shard_path
 from featurize.spool import POLL_S, SHARE, Absence, Demand, Spool, documents_held_out, epoch_order
-from featurize.store import (
-    DocumentFeatures,
-    FeatureStore,
-    cut_units,
-    is_finished,
-    map_tensors,
-    open_manifest,
-    shard_path,
-)
+from featurize.store import DocumentFeatures, FeatureStore, open_manifest
 from featurize.tokenised import TokenisedSet
 from models.artefact import file_sha256, read_json
 from models.errors import Refused
@@ -108,9 +100,10 @@ class SpoolStore(FeatureStore):
     def wait(self, numbers: range, process: int, processes: int, leave: Callable[[], bool]) -> str | None:
         """Wait until these shards are there, or until `leave()`; returns what is wrong, None if nothing.
 
-        Every process must wait for the same shards before they are used: each compares the checksums of its share.
+        Every process must wait for the same shards before they are used: each compares the checksums of its share. One
+        that finds damage waits for all the same, since the others do before they hear of it.
         """
-        absence = Absence(self.spool.patience_s)
+        absence, damage = Absence(self.spool.patience_s), None
         for number in numbers:
             while not self.spool.has(self._demand, number):
                 if leave():
@@ -118,9 +111,9 @@ class SpoolStore(FeatureStore):
                 if absence.too_long(self.claims.anyone(EXTRACTING)):
                     return _missing(self.directory, self.spool.patience_s, number, self.spool.total(self._demand))
                 time.sleep(POLL_S)
-            if number % processes == process and (damage := self._damage(number)):
-                return damage
-        return None
+            if number % processes == process:
+                damage = damage or self._damage(number)
+        return damage
 
     def _damage(self, number: int) -> str | None:
         path = shard_path(self.directory, self.spool.unit(self._demand, number))

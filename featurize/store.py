@@ -11,9 +11,7 @@
 The final plane is kept only where a supervised row needs its teacher: positions s .. e-2 of every span
 (s, e); or everywhere (`featurize.final_everywhere`), for heads that read it as well as learn from it. Or it is not kept
 at all, but what teacher.py makes of it (`featurize.teacher_k`): teacher.index, .log_p [F, S], .rest and .best [F].
-Shards are cut from the tokenised set alone, so which shard holds what is known before anything is
-computed. A reader maps a shard and hands out views: planes that are not touched are never read from
-disk, and nothing is copied. Checksums are compared when a shard is first used.
+Shards are told of in shards.py. A shard's checksum is compared when it is first used.
 
 Shape suffixes: T tokens of a document or shard, A aux planes, H hidden, F rows of the final plane that are kept.
 """
@@ -34,128 +32,14 @@ import numpy as np
 import torch
 
 from featurize.contract import FeatureContract
-from featurize.encoding import Stored, as_planes, decoded, encode, picked, stored
+from featurize.encoding import Stored, as_planes, decoded, picked, stored
+from featurize.shards import Unit, kept_finals, map_tensors, shard_path, teacher_positions
 from featurize.teacher import VOCABULARY, TopK
-from featurize.tokenised import Document, TokenisedSet, load, require_same
+from featurize.tokenised import Document, TokenisedSet, load, require_same, save
 from featurize.vocabulary import vocabulary_fingerprint
-from models.artefact import file_sha256, fingerprint, read_json, write_json, write_tensors
+from models.artefact import file_sha256, fingerprint, read_json, write_json
 from models.errors import Refused
 from models.target import Target
-
-DTYPES = {
-    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
-    **{"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-}
-"""Dtypes that a shard holds, by their safetensors names."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The work of one shard: a run of whole documents.
-
-    Attributes:
-        index: of the shard.
-        first, last: half-open range of document indices.
-        tokens, finals: T and F of the shard.
-        everywhere: whether the final plane is kept at every position.
-        key: fingerprint of everything that decides its contents.
-    """
-
-    index: int
-    first: int
-    last: int
-    tokens: int
-    finals: int
-    everywhere: bool
-    key: str
-
-    @property
-    def name(self) -> str:
-        """Stem of its files."""
-        return f"{self.index:05d}"
-
-
-def unit_key(tokenised: str, first: int, last: int) -> str:
-    """Fingerprint of everything that decides the contents of a shard of these documents."""
-    return fingerprint([tokenised, first, last])
-
-
-def kept_finals(document: Document, everywhere: bool) -> int:
-    """At how many positions of a document the final plane is kept."""
-    return document.length if everywhere else document.teachers
-
-
-def shard_ends(lengths: Sequence[int], shard_tokens: int) -> list[int]:
-    """Behind which document each shard ends: documents in order, closed as soon as there are `shard_tokens` tokens."""
-    ends, tokens = [], 0
-    for end, length in enumerate(lengths, 1):
-        tokens += length
-        if tokens >= shard_tokens or end == len(lengths):
-            ends.append(end)
-            tokens = 0
-    return ends
-
-
-def cut_units(tokenised: TokenisedSet, shard_tokens: int, everywhere: bool = False) -> list[Unit]:
-    """The unit of each shard.
-
-    Args:
-        everywhere: keep the final plane at every position.
-    """
-    units, first = [], 0
-    for index, end in enumerate(shard_ends([document.length for document in tokenised.documents], shard_tokens)):
-        documents = tokenised.documents[first:end]
-        tokens = sum(document.length for document in documents)
-        finals = sum(kept_finals(document, everywhere) for document in documents)
-        units.append(Unit(index, first, end, tokens, finals, everywhere, unit_key(tokenised.fingerprint, first, end)))
-        first = end
-    return units
-
-
-def shard_path(directory: Path, unit: Unit) -> Path:
-    """Where a unit's shard lies."""
-    return directory / "shards" / f"{unit.name}.safetensors"
-
-
-def write_shard(
-    directory: Path,
-    unit: Unit,
-    encoding: str,
-    tokens_T: torch.Tensor,
-    aux_TAH: torch.Tensor,
-    final_FH: torch.Tensor | TopK,
-) -> None:
-    """Encode and write one finished shard, then its record."""
-    path = shard_path(directory, unit)
-    tensors = {"tokens": tokens_T} | {"aux" + part: tensor for part, tensor in encode(encoding, aux_TAH).items()}
-    if isinstance(final_FH, TopK):
-        tensors |= final_FH.tensors()
-    else:
-        tensors |= {"final" + part: tensor for part, tensor in encode(encoding, final_FH).items()}
-    write_tensors(path, {name: tensor.cpu() for name, tensor in tensors.items()}, {"key": unit.key})
-    record = {"key": unit.key, "size": path.stat().st_size, "sha256": file_sha256(path)}
-    write_json(path.with_suffix(".json"), record)
-
-
-def is_finished(directory: Path, unit: Unit) -> bool:
-    """Whether a unit's shard is there, of this key and of its recorded size; otherwise it must be computed.
-
-    The record is written after the shard has reached the disk. Contents are for readers and `featurize.verify`:
-    every process of a large job asks this of every shard.
-    """
-    path = shard_path(directory, unit)
-    try:
-        record = json.loads(path.with_suffix(".json").read_bytes())
-        return record["key"] == unit.key and record["size"] == path.stat().st_size
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return False
-
-
-def remove_leftovers(directory: Path, unit: Unit | None = None) -> None:
-    """Remove what killed writers left half written: of one unit, or of everything when all units are finished."""
-    for pattern in (".*.tmp", "shards/.*.tmp") if unit is None else (f"shards/.{unit.name}.*.tmp",):
-        for leftover in directory.glob(pattern):
-            leftover.unlink()
 
 
 def link_features(directory: Path, owner: str) -> None:
@@ -189,9 +73,17 @@ def require_inputs(directory: Path, inputs: dict[str, Any]) -> None:
         require_same(inputs, read_json(record), directory)
 
 
-def record_inputs(directory: Path, inputs: dict[str, Any]) -> None:
-    """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended."""
+def bind(directory: Path, inputs: dict[str, Any], tokenised: TokenisedSet) -> None:
+    """Bind the folder to its inputs: just before the first shard, since until then a mistake can be mended.
+
+    A launch with other inputs may have put its documents there since ours were: whoever binds the folder puts his back.
+
+    Raises:
+        Refused: it is bound to other inputs; naming what differs.
+    """
+    require_inputs(directory, inputs)
     if not (directory / "inputs.json").is_file():
+        save(directory, tokenised)
         write_json(directory / "inputs.json", inputs)
 
 
@@ -280,37 +172,6 @@ class DocumentFeatures:
         """Final planes, bfloat16 [F, H]; decoded unless they are stored so. Not of a store that keeps none."""
         assert not isinstance(self.stored_final, TopK)
         return decoded(self.stored_final)
-
-
-def teacher_positions(document: Document) -> torch.Tensor:
-    """Positions of a document whose final plane teaches a row, int64 [F]."""
-    ranges = [torch.arange(start, end - 1) for start, end in document.spans]
-    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
-
-
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    with path.open("rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        return size, json.loads(handle.read(size))
-
-
-def shard_key(path: Path) -> str:
-    """The key of the unit whose shard a file says it is."""
-    return _header(path)[1]["__metadata__"]["key"]
-
-
-def map_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors file as a view of one private memory map."""
-    header_size, header = _header(path)
-    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    data = mapped[8 + header_size :]
-    header.pop("__metadata__", None)
-    return {
-        name: data[entry["data_offsets"][0] : entry["data_offsets"][1]]
-        .view(DTYPES[entry["dtype"]])
-        .view(entry["shape"])
-        for name, entry in header.items()
-    }
 
 
 def open_manifest(directory: Path) -> tuple[dict[str, Any], TokenisedSet]:

@@ -163,16 +163,11 @@ class Drafted:
         """What decides it beside the documents, under the names of the options; nothing where final planes are kept.
 
         Raises:
-            Refused: the head that is asked for reads the final plane, or the target's logits are not lm_head of it.
+            Refused: the target's logits are not lm_head of its final plane.
         """
         if kept is None:
             return {}
         target.check_logits()
-        if draft.reads_final:
-            raise Refused(
-                f"featurize.teacher_k={kept} keeps no final plane, but heads of draft.algorithm={draft.algorithm} "
-                f"draft.use_aux_hidden_state={str(draft.use_aux_hidden_state).lower()} read it; set it to null"
-            )
         size = draft.vocab_size or target.vocab_size
         return {"featurize.teacher_k": kept, "draft.vocab_size": size, "data.validation_share": validation_share}
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -184,19 +184,20 @@ def load_renderer(target: Target, settings: TargetConfig) -> Renderer:
 def render_documents(
     data: DataConfig, renderer: Renderer, refusals: Refusals
 ) -> Iterator[tuple[Document, Rendered, Conversation]]:
-    """Every document of `data` in order, with its ids; what cannot be used is counted in `refusals`.
+    """Every document of `data` in order, with its ids, up to its limits; what is left out is counted in `refusals`.
 
     Raises:
         Refused: a source cannot be read.
     """
-    taken: Counter[str | None] = Counter()
+    taken: Counter[str] = Counter()
     for conversation in read_conversations(data, refusals):
-        if taken[conversation.route] >= data.route_limits.get(conversation.route or "", sys.maxsize):
-            refusals.add("beyond data.route_limits", conversation.source)
-            continue
+        most = data.route_limits.get(conversation.route, sys.maxsize)
         answers = conversation.answers
         chosen: dict[str, Sequence[int | None]] = {"all": [None], "split": answers, "last": answers[-1:]}
         for only in chosen[data.turns]:
+            if taken[conversation.route] >= most:
+                refusals.add("beyond data.route_limits", conversation.source)
+                break
             name = conversation.id if data.turns != "split" else f"{conversation.id}{MESSAGE}{only}"
             try:
                 rendered = renderer.render(conversation, data.max_tokens, only)
@@ -206,6 +207,8 @@ def render_documents(
                 continue
             taken[conversation.route] += 1
             yield Document(name, conversation.route, len(rendered.ids), rendered.spans), rendered, conversation
+            if taken.total() == data.limit:
+                return
 
 
 def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
@@ -218,7 +221,7 @@ def tokenise(data: DataConfig, renderer: Renderer, key: str) -> TokenisedSet:
     documents: list[Document] = []
     pieces: list[torch.Tensor] = []
     truncated = {"documents": 0, "supervised_tokens": 0}
-    for document, rendered, _ in islice(render_documents(data, renderer, refusals), data.limit):
+    for document, rendered, _ in render_documents(data, renderer, refusals):
         documents.append(document)
         pieces.append(torch.tensor(rendered.ids, dtype=torch.int32))
         truncated["documents"] += rendered.cut > 0

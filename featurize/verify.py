@@ -6,13 +6,13 @@ disk, say, or before a long job. The first fault ends it, with one line and exit
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from featurize.store import FeatureStore, count_totals, kept_finals, map_tensors, shard_key, unit_key
+from featurize.shards import kept_finals, map_tensors, shard_key, unit_key
+from featurize.store import FeatureStore, count_totals
 from featurize.teacher import read_vocabulary
 from models.artefact import file_sha256, fingerprint
 from models.errors import Refused
@@ -71,20 +71,12 @@ def verify(directory: Path, target: Target, layers: Sequence[int]) -> str:
     )
 
 
-def main() -> None:
-    """Verify the run that the command line names."""
-    import conf
+if __name__ == "__main__":
+    from conf import Run, stage
 
-    if conf.help.asks_for_help(sys.argv[1:]):
-        conf.help.tell()
-    try:
-        run = conf.load(sys.argv[1:])
+    def work(run: Run) -> None:
+        """Verify the run's features."""
         target = describe_target(run.target)
         print(verify(run.directory / "features", target, aux_layers(target, run.target.aux_layers)))
-    except Refused as error:
-        print(f"featurize.verify: {error}", file=sys.stderr)
-        sys.exit(2)
 
-
-if __name__ == "__main__":
-    main()
+    stage("featurize.verify", work, shared=True)

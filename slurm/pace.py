@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from featurize.store import shard_ends
+from featurize.shards import shard_ends
 from models.artefact import read_json
 from slurm.chain import Stage, Values
 from slurm.tasks import tasks_of

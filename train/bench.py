@@ -27,7 +27,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.table import Table
@@ -332,11 +332,19 @@ def show(found: list[Measured]) -> None:
     tables().print(table)
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, but a mistake costs one line: --help tells the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with 2."""
+        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}; --help lists the options\n")
+
+
 def main() -> None:
     """Parse, measure, tell."""
     from conf.help import described
 
-    parser = argparse.ArgumentParser("python -m train.bench", **described("train.bench"))
+    parser = Parser("python -m train.bench", **described("train.bench"))
     parser.add_argument("--shapes", choices=SHAPES, default="smollm2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("bf16", "fp32"), nargs="+", default=["bf16", "fp32"])

@@ -11,7 +11,6 @@ length and has to know where in a word it is. Legend: B texts, L tokens of a tex
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.mtp import MtpConfig, MtpHead, initialise
+from train.bench import Parser
 from train.config import ObjectiveConfig
 from train.objective import Objective, judge, simulated_al
 from train.packs import Pack, row_count
@@ -160,13 +160,20 @@ def compare(
     return {name: acceptance(each, model, held_out, k) for name, each in heads.items()}
 
 
+def positive(word: str) -> int:
+    """A whole number above 0 from a word of the command line; ValueError otherwise, as argparse wants it."""
+    if (number := int(word)) < 1:
+        raise ValueError
+    return number
+
+
 def main() -> None:
     """Print the table."""
     from conf.help import described
 
-    parser = argparse.ArgumentParser("python -m train.bench_mtp", **described("train.bench_mtp"))
-    parser.add_argument("--k", type=int, default=4, help="steps of the unroll, and tokens of a draft")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of both fine-tunings")
+    parser = Parser("python -m train.bench_mtp", **described("train.bench_mtp"))
+    parser.add_argument("--k", type=positive, default=4, help="steps of the unroll, and tokens of a draft")
+    parser.add_argument("--steps", type=positive, default=150, help="optimizer steps of both fine-tunings")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     found = compare(k=asked.k, steps=asked.steps, seed=asked.seed)

@@ -14,8 +14,8 @@ class ObjectiveConfig:
     Attributes:
         unroll_steps: K, drafted tokens per row that are trained (training-time test).
         decay: weight of unroll step k is decay ** k.
-        step_weights: the weights themselves instead, one per step: [0.51, 0.31, 0.18] is what FastMTP used. They set
-            how much a step counts beside the others; their sum scales the loss.
+        step_weights: the weights themselves instead, one per step: [0.51, 0.31, 0.18] is what FastMTP used (arXiv
+            2509.18362). They set how much a step counts beside the others; their sum scales the loss.
         row_share: rows that go on from one unroll step to the next are this share of those that could
             (a seeded sample); their loss is scaled so that its expectation does not change.
         loss: against the target's distribution on the draft vocabulary: "kl" (soft cross-entropy), "ce"
@@ -69,8 +69,12 @@ class OptimConfig:
     Attributes:
         lr: peak learning rate of AdamW.
         muon_lr: peak learning rate of Muon for the matrices of fc and the layer; null trains all with AdamW.
+        betas: of AdamW's two moments.
+        weight_decay: decoupled, of AdamW and Muon.
         schedule: "cosine", "linear", "constant" or "wsd" (at the peak until the last `decay_share` of the
             steps, then linear), after the warm-up, down to `final_share` of the peak.
+        final_share: share of the peak that the learning rates end at.
+        decay_share: with "wsd" the share of the steps that the way down takes.
         warmup_steps: optimizer steps of linear warm-up.
         max_grad_norm: clip by global norm; 0 switches it off.
         ema_decay: per optimizer step, of an average of the weights that is then what is validated, chosen and
@@ -126,12 +130,14 @@ class TrainerConfig:
         precision: "bf16" (autocast, fp32 master weights) or "fp32".
         device: "auto", "cpu" or "cuda".
         compile: fuse the head's norms and MLP with torch.compile; worth it on GPUs.
+        seed: of a fresh head's start values, the order of the data and the sample of `objective.row_share`.
         validate_every, checkpoint_every: in optimizer steps; both also happen at the end.
         keep_checkpoints: newest ones kept; the best by simulated acceptance length is always kept.
         init_from: a checkpoint directory (of a run of ours, or from `python -m models.importer`) whose head is
             trained on, instead of a fresh one; its draft vocabulary and norm epsilon stay. null starts afresh.
         resume: "auto" continues from the newest complete checkpoint; "never" refuses to touch one.
         wandb: "disabled", "offline" or "online".
+        wandb_project: what the run is filed under there.
         log_every: optimizer steps between log lines.
     """
 

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from featurize.config import DataConfig, FeaturizeConfig, SpoolConfig
+from featurize.contract import require_planes
 from featurize.dry_run import documents_of
-from featurize.store import FeatureStore, cut_units
+from featurize.shards import cut_units
+from featurize.store import FeatureStore
 from featurize.tokenised import Document
 from featurize.vocabulary import divide
 from models.config import DraftConfig, TargetConfig
 from models.drafts import head_config, kind
 from models.eagle3 import Eagle3Config
-from models.errors import Refused
 from models.planes import FINAL
 from models.target import Target, aux_layers, describe_target
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
+from train.feed import require_mixing
+from train.optimizer import check_schedule
 from train.plan import Corpus, Costs, Plan
 from train.sizes import frozen, memory, parameters, state
 
@@ -70,22 +73,16 @@ def tell(
     target = describe_target(model, weights=False)
     head = head_config(target, aux_layers(target, model.aux_layers), draft)
     final, streaming = head.planes == (FINAL,), spool.gigabytes is not None
-    if final and features_of is None and not featurize.final_everywhere:
-        raise Refused("this head reads the final plane everywhere; its features need featurize.final_everywhere=true")
+    if features_of is None:
+        require_planes(draft, featurize)
     features = Path(spool.directory) if streaming else run.with_name(features_of or run.name) / "features"
     documents, firsts = _documents(features, data, featurize, model, draft, target, final=final, streaming=streaming)
     corpus = Corpus.of(documents, Costs.of(head, objective.row_share), objective.unroll_steps)
     training, validation = divide(documents, data.validation_share)
-    plan = Plan(
-        corpus,
-        training,
-        budget=trainer.pack_tokens,
-        packs_per_step=trainer.packs_per_step,
-        seed=trainer.seed,
-        epochs=trainer.epochs,
-        mixing=trainer.shuffle_shards,
-        firsts=firsts,
-    )
+    plan = Plan.of(corpus, training, trainer, firsts)
+    check_schedule(optim, len(plan))
+    if streaming:
+        require_mixing(plan.mixing)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     tokens, rows = int(corpus.tokens_N[training].sum()), int(corpus.rows_NK[training, 0].sum())
     share = rows / tokens

@@ -19,6 +19,12 @@ from models.errors import Refused
 from train.plan import Layout, Plan
 
 
+def require_mixing(mixing: int | None) -> None:
+    """Raise Refused where documents mix over all shards (trainer.shuffle_shards=null): no spool holds them at once."""
+    if mixing is None:
+        raise Refused("a spool holds few shards at a time; set trainer.shuffle_shards to how many documents mix over")
+
+
 @dataclass(frozen=True)
 class Needs:
     """How many of an epoch's shards, by their turn, are needed up to each step, and are done with after it."""
@@ -48,10 +54,7 @@ class Feed:
             Refused: documents mix over all shards, or over more than the spool holds with what the steps need.
         """
         self.store, self.plan, self.process, self.processes = store, plan, process, processes
-        if plan.mixing is None:
-            raise Refused(
-                "a spool holds few shards at a time; set trainer.shuffle_shards to how many documents mix over"
-            )
+        require_mixing(plan.mixing)
         self._there, self._shards, most = 0, len(plan.firsts), 0
         self._needs: list[Needs] = []
         for epoch in range(plan.epochs):

@@ -1,4 +1,4 @@
-"""The processes of a run: how they were started, held to what was asked for, and how they learn of one another.
+"""The processes of a run: how they were started, held to what was asked for, learn of one another, and leave.
 
 accelerate knows what torchrun or accelerate launch started. Where a launch and `trainer.strategy` do not go together it
 says nothing, and each process would train alone on all of the data: so both are checked here before anything is loaded.
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
 from models.errors import Refused
 from train.config import OptimConfig, TrainerConfig
+from train.signals import PREEMPTED
 
 SILENCE = timedelta(minutes=10)
 """A process that says nothing for so long is dead, and the others stop; gloo notices a lost peer at once."""
@@ -156,3 +157,33 @@ def first(accelerator: Accelerator, work: Callable[[], T]) -> T:
     if told[1]:
         sys.exit(2)
     return told[0]
+
+
+def agree(accelerator: Accelerator, asked: bool, trouble: str | None) -> tuple[bool, str | None]:
+    """Whether any process has to stop, since it was asked to or by what is wrong; and the first one's trouble.
+
+    Every process must call it.
+    """
+    stop = asked or trouble is not None
+    if accelerator.num_processes == 1:
+        return stop, trouble
+    flag = torch.tensor(float(stop), device=accelerator.device)
+    if not accelerator.reduce(flag, "sum").item():
+        return False, None
+    troubles: list[str | None] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(troubles, trouble)
+    return True, next((each for each in troubles if each is not None), None)
+
+
+def leave(accelerator: Accelerator, trouble: str | None) -> NoReturn:
+    """End this process, when all have agreed to stop and all is saved.
+
+    Raises:
+        SystemExit: with PREEMPTED where it was asked to; with 2 on the others where there is trouble.
+        Refused: on the main process, which tells the trouble.
+    """
+    if trouble is None:
+        sys.exit(PREEMPTED)
+    if accelerator.is_main_process:
+        raise Refused(trouble)
+    sys.exit(2)

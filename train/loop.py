@@ -8,12 +8,11 @@ loss is already divided by the step's global row counts, so gradients add up to 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -32,47 +31,17 @@ from train import launch, ranks, resume
 from train.config import ObjectiveConfig, OptimConfig, TrainerConfig
 from train.curves import draw_curves
 from train.feed import Feed
-from train.measure import Journal, Progress, peak_memory
+from train.measure import Journal, Progress, Window, peak_memory
 from train.objective import Objective, Outcome, judge
-from train.optimizer import schedule
+from train.optimizer import check_schedule, schedule
 from train.packs import Pack, build_pack, read_ahead
 from train.plan import Corpus, Costs, PackPlan, Plan, plan_packs
-from train.signals import PREEMPTED, StopRequest
-from train.start import fit_start, load_start, rows_wanted, sample
+from train.signals import StopRequest
+from train.start import fit_start, load_start, rows_wanted, sample, sample_planes
 from train.stock import Stock
 from train.validate import validate
 
 log = logging.getLogger(__name__)
-
-SAMPLE = 64
-"""Training documents whose planes set the scale of the head's start values."""
-SAMPLE_POSITIONS = 512
-"""Most positions of each, evenly spaced, since documents may be long."""
-
-
-@dataclass
-class Window:
-    """Work since the last line of the journal."""
-
-    started: float = field(default_factory=time.monotonic)
-    tokens: int = 0
-    rows: float = 0
-    waited: float = 0
-
-    def rates(self) -> dict[str, float]:
-        """Tokens and supervised rows per second over all processes, and the share of time spent on data."""
-        seconds = time.monotonic() - self.started
-        return {
-            "tokens_per_s": self.tokens / seconds,
-            "rows_per_s": self.rows / seconds,
-            "data_wait": self.waited / seconds,
-        }
-
-
-def sample_planes(store: FeatureStore, documents: Sequence[int]) -> torch.Tensor:
-    """Planes [T, A, P], those that the head reads, of some positions of the first documents."""
-    planes = (store.read(index).aux for index in documents[:SAMPLE])
-    return torch.cat([aux_TAP[:: -(-len(aux_TAP) // SAMPLE_POSITIONS)] for aux_TAP in planes])
 
 
 class Trainer:
@@ -100,28 +69,13 @@ class Trainer:
         self.corpus = Corpus.of(store.documents, Costs.of(config, objective.row_share), objective.unroll_steps)
         self.training, self.validation = divide(store.documents, validation_share)
         self.stock = Stock.take(store, self.corpus, self.training, self.validation)
-        self.plan = Plan(
-            self.corpus,
-            self.training,
-            budget=trainer.pack_tokens,
-            packs_per_step=trainer.packs_per_step,
-            seed=trainer.seed,
-            epochs=trainer.epochs,
-            mixing=trainer.shuffle_shards,
-            firsts=store.firsts,
-        )
+        self.plan = Plan.of(self.corpus, self.training, trainer, store.firsts)
         self.feed: Feed | None = None
         if isinstance(store, SpoolStore):
             store.require_kept(self.validation)
             self.feed = Feed(store, self.plan, self.accelerator.process_index, self.accelerator.num_processes)
 
-        decay = optim.decay_share * len(self.plan) if optim.schedule == "wsd" else 0
-        if decay and optim.warmup_steps + decay > len(self.plan):
-            raise Refused(
-                f"optim.warmup_steps={optim.warmup_steps} and optim.decay_share={optim.decay_share} overlap in a run "
-                f"of {len(self.plan)} steps; lower one of them"
-            )
-
+        check_schedule(optim, len(self.plan))
         counts = count_supervised(store.documents, store.tokens_T, self.training, config.vocab_size)
         torch.manual_seed(trainer.seed)
         origin: dict[str, str] = {}
@@ -253,7 +207,8 @@ class Trainer:
             for line in steps:
                 progress.step += 1
                 last = progress.step == total
-                leave, trouble = self._agree(stop, None if last else self._features(progress.step, stop))
+                trouble = None if last else self._features(progress.step, stop)
+                leave, trouble = launch.agree(self.accelerator, stop.asked, trouble)
                 bar.advance(progress.step, line)
                 if journal is not None and line is not None:
                     journal.write(line)
@@ -268,7 +223,7 @@ class Trainer:
                         log.info("%s: step %d is saved; run again to go on", why, progress.step)
                     if trouble is None:
                         self.ranks.close()
-                    self._leave(trouble)
+                    launch.leave(self.accelerator, trouble)
         self._free(total)
         if journal is not None:
             journal.close()
@@ -296,9 +251,10 @@ class Trainer:
         if self.feed is not None:
             done, feed = saved.progress.step if saved is not None else 0, self.feed
             launch.first(self.accelerator, lambda: feed.ask(done))
-            leave, trouble = self._agree(stop, self._features(done, stop) if done < len(self.plan) else None)
+            trouble = self._features(done, stop) if done < len(self.plan) else None
+            leave, trouble = launch.agree(self.accelerator, stop.asked, trouble)
             if leave:
-                self._leave(trouble)
+                launch.leave(self.accelerator, trouble)
         if saved is None and self.fresh:
             self._fit()
         self.objective.to(self.accelerator.device)
@@ -336,26 +292,6 @@ class Trainer:
         """Give back the features that nobody needs after so many steps."""
         if self.feed is not None and self.accelerator.is_main_process:
             self.feed.free(steps)
-
-    def _agree(self, stop: StopRequest, trouble: str | None) -> tuple[bool, str | None]:
-        """Whether any process has to stop, since it was asked to or by what is wrong; and the first one's trouble."""
-        leave = stop.asked or trouble is not None
-        if self.accelerator.num_processes == 1:
-            return leave, trouble
-        flag = torch.tensor(float(leave), device=self.accelerator.device)
-        if not self.accelerator.reduce(flag, "sum").item():
-            return False, None
-        troubles: list[str | None] = [None] * self.accelerator.num_processes
-        torch.distributed.all_gather_object(troubles, trouble)
-        return True, next((each for each in troubles if each is not None), None)
-
-    def _leave(self, trouble: str | None) -> NoReturn:
-        """Leave on all processes, when all is saved: asked to, or because of some trouble that the main one tells."""
-        if trouble is None:
-            sys.exit(PREEMPTED)
-        if self.accelerator.is_main_process:
-            raise Refused(trouble)
-        sys.exit(2)
 
     def _mine(self, step: int) -> list[PackPlan | None]:
         """This process's packs of one optimizer step, padded so that every process runs as many."""

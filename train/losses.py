@@ -99,11 +99,10 @@ class Teacher:
         index_CS = top.index_FS.long()
         if kind == "ce":
             return cls(best_C=index_CS[:, 0])
-        p_CS, rest_C = top.log_p_FS.to(dtype).exp(), top.rest_F.to(dtype)
-        drafted_C = p_CS.sum(-1) + rest_C
-        p_CS, rest_C = p_CS / drafted_C[:, None], rest_C / drafted_C
-        entropy_C = -torch.xlogy(p_CS, p_CS).sum(-1) - torch.xlogy(rest_C, rest_C)
-        return cls(entropy_C=entropy_C, index_CS=index_CS, p_CS=p_CS, rest_C=rest_C)
+        # From logarithms: where the target is sure of a token that cannot be drafted, fp32 has nothing left to norm.
+        parts = torch.cat((top.log_p_FS.to(dtype), top.rest_F.to(dtype).log()[:, None]), -1).softmax(-1)  # [C, S + 1]
+        entropy_C = -torch.xlogy(parts, parts).sum(-1)
+        return cls(entropy_C=entropy_C, index_CS=index_CS, p_CS=parts[:, :-1], rest_C=parts[:, -1])
 
     def rows(self, local_n: torch.Tensor) -> Teacher:
         """The teachers of some rows, given by ascending places in the chunk."""

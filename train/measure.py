@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,25 @@ def peak_memory(device: torch.device) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass
+class Window:
+    """Work since the last line of the journal."""
+
+    started: float = field(default_factory=time.monotonic)
+    tokens: int = 0
+    rows: float = 0
+    waited: float = 0
+
+    def rates(self) -> dict[str, float]:
+        """Tokens and supervised rows per second over all processes, and the share of time spent on data."""
+        seconds = time.monotonic() - self.started
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            "rows_per_s": self.rows / seconds,
+            "data_wait": self.waited / seconds,
+        }
 
 
 class Progress:

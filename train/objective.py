@@ -1,8 +1,9 @@
 """The unrolled objective: what a pack costs, and how well the head would draft on it.
 
-Per unroll step k the loss is the sum over supervised rows of a divergence (train/losses.py) of the head from
-the target on the draft vocabulary, divided by the global number of such rows and weighted by step
-(design, definition 7). The counts come from the plan, so no process has to ask another.
+The head is unrolled as it drafts, on its own outputs (training-time test, EAGLE-3, arXiv 2503.01840). Per unroll step
+k the loss is the sum over supervised rows of a divergence (train/losses.py) of the head from the target on the draft
+vocabulary, divided by the global number of such rows and weighted by step (design, definition 7). The counts come from
+the plan, so no process has to ask another.
 
 Legend: T positions of a pack, F teacher positions, R rows of a step, H head hidden, P target hidden, D draft
 vocabulary, V target vocabulary, K unroll steps, C positions of a chunk.
@@ -28,7 +29,10 @@ from train.packs import Pack, supervised_rows
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pack gave: the scaled loss, the unscaled sums per step and the rows behind them."""
+    """What a pack gave: the scaled loss (a scalar), the unscaled sums per step [K], and the rows behind them.
+
+    Steps that supervise no row of the pack are missing in `steps`, and 0 in `sums_K`.
+    """
 
     loss: torch.Tensor
     sums_K: torch.Tensor
@@ -77,7 +81,7 @@ class Objective(nn.Module):
         return self.dtype or next(self.head.parameters()).dtype
 
     def rows(self, pack: Pack, seed: int | None) -> list[torch.Tensor]:
-        """Rows per step; with a seed, step k keeps about row_share ** k of them (nested)."""
+        """Rows per step, int64 [R] ascending; with a seed, step k keeps about row_share ** k of them (nested)."""
         rows = [supervised_rows(pack.spans, step) for step in range(self.settings.unroll_steps)]
         if seed is not None and self.settings.row_share < 1:
             lottery_T = torch.rand(pack.tokens_T.numel(), generator=torch.Generator().manual_seed(seed))

@@ -21,6 +21,19 @@ from models.errors import Refused
 from train.config import OptimConfig
 
 
+def check_schedule(optim: OptimConfig, total: int) -> None:
+    """Check that a run of `total` optimizer steps has room for warm-up and decay.
+
+    Raises:
+        Refused: they overlap.
+    """
+    if optim.schedule == "wsd" and optim.warmup_steps + optim.decay_share * total > total:
+        raise Refused(
+            f"optim.warmup_steps={optim.warmup_steps} and optim.decay_share={optim.decay_share} overlap in a run of "
+            f"{total} steps; lower one of them"
+        )
+
+
 def schedule(optim: OptimConfig, step: int, total: int) -> float:
     """Factor on the peak learning rates at optimizer step `step` (0-based) out of `total`.
 
@@ -115,7 +128,8 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class Average:
     """Exponential moving average of the weights, in fp32, of the pieces that this process holds.
 
-    The decay rises to its value with the number of updates, so that a short run is not mostly its start.
+    The decay rises to its value with the number of updates, so that a short run is not mostly its start (as in
+    TensorFlow's ExponentialMovingAverage with `num_updates`).
 
     Args:
         pieces: live tensors of the weights, by name.

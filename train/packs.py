@@ -41,9 +41,9 @@ class Pack:
     """Documents end to end, with what a head needs to be trained on them.
 
     Attributes:
-        tokens_T: int64. starts_T: for each position where its document begins.
-        aux_TAP: aux planes. final_FP: final planes of the teacher positions, in order of position.
-        teacher_T: index into `final_FP` of each position, -1 where no row needs a teacher.
+        tokens_T: int64. starts_T: int64, for each position where its document begins.
+        aux_TAP: bf16 aux planes. final_FP: bf16 final planes of the teacher positions, in order of position.
+        teacher_T: int64 index into `final_FP` of each position, -1 where no row needs a teacher.
         spans: half-open, in pack positions.
         documents: their indices in the store.
         encoded: what `aux_TAP` and `final_FP` will be decoded from by `to`; until then those hold no row.
@@ -90,7 +90,11 @@ class Pack:
 
 
 def build_pack(store: FeatureStore, indices: Sequence[int]) -> Pack:
-    """Read documents and lay them end to end; compact planes stay encoded until `Pack.to`."""
+    """Read documents and lay them end to end; compact planes stay encoded until `Pack.to`.
+
+    Raises:
+        Refused: a shard is damaged, or not waited for any longer.
+    """
     tokens, starts, aux, final, teacher, spans = [], [], [], [], [], []
     offset = teachers = 0
     for index in indices:

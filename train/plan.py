@@ -4,7 +4,7 @@ Everything but the last is a function of (seed, epoch) and the documents, for th
 stopped and resumed, on any number of processes, sees the same documents in the same packs of the same
 steps. The documents of an epoch are shuffled; a step takes the next ones, nearly as many tokens as its packs
 hold, and lays them out heaviest first, each into the pack with the least work so far that has room for it
-(longest processing time first). What finds no room waits, and is the first to be laid in the next step. So
+(longest processing time first, Graham 1969). What finds no room waits, and is the first to be laid in the next step. So
 the packs of a step weigh about the same, and the last part, dealing them to the processes by the same rule,
 lets all processes finish a step at nearly the same time.
 
@@ -37,6 +37,7 @@ from featurize.spool import epoch_random, shard_order
 from featurize.tokenised import Document
 from models.drafts import HeadConfig
 from models.mtp import MtpConfig
+from train.config import TrainerConfig
 
 DRAWN = 0.95
 """Share of a step's room that is drawn for it: the rest is what balance needs."""
@@ -260,6 +261,20 @@ class Plan:
         self._layouts: dict[int, Layout] = {}
         counts = [len(self.epoch(epoch)) for epoch in reversed(range(epochs))]  # ends with the one that is used first
         self._begins = np.concatenate(([0], np.cumsum(counts[::-1]))).tolist()
+
+    @classmethod
+    def of(cls, corpus: Corpus, documents: Sequence[int], trainer: TrainerConfig, firsts: Sequence[int]) -> Plan:
+        """The plan of a run with these settings; `firsts` as in the constructor."""
+        return cls(
+            corpus,
+            documents,
+            budget=trainer.pack_tokens,
+            packs_per_step=trainer.packs_per_step,
+            seed=trainer.seed,
+            epochs=trainer.epochs,
+            mixing=trainer.shuffle_shards,
+            firsts=firsts,
+        )
 
     def epoch(self, epoch: int) -> Layout:
         """The layout of one epoch."""

@@ -85,21 +85,19 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def save(root: Path, checkpoint: Checkpoint, head: DraftHead, target: dict[str, str], about: dict[str, Any]) -> Path:
+def save(root: Path, checkpoint: Checkpoint, head: DraftHead, target: dict[str, str], about: dict[str, Any]) -> None:
     """Write one checkpoint; it appears whole or not at all.
 
     Args:
         head: for its configuration and draft vocabulary; the weights are the checkpoint's.
         about: to be kept with it for people: feature contract, resolved configuration.
     """
-    path = root / name_of(checkpoint.progress.step)
     trained = {f"{name}/{TRAINED}": value for name, value in (checkpoint.trained or {}).items()}
-    with replacing_directory(path) as temporary:
+    with replacing_directory(root / name_of(checkpoint.progress.step)) as temporary:
         save_head(temporary, head, target, checkpoint.weights)
         write_tensors(temporary / "optimizer.safetensors", {**checkpoint.moments, **trained})
         written = {"processes": checkpoint.processes, "strategy": checkpoint.strategy}
         write_json(temporary / "state.json", {"progress": asdict(checkpoint.progress), **written, **about})
-    return path
 
 
 def prune(root: Path, keep: int, progress: Progress) -> None:

@@ -8,8 +8,8 @@ with M = o_proj v_proj of rank at most G * E. lm_head and norm are the target's,
 target says when it has the direction of u_k = final[t+1+k] / (weight of the target's norm). Both parts are
 therefore regressions on a sample of rows: fc (with the embedding as a second regressor, so that it need not
 explain what M will) on u_0, then M on what is left over all steps together, truncated to its rank where that
-costs least (reduced-rank regression), the features of later steps being those that M itself gives. Last, one
-number scales norm so that the logits are as sure as they are right.
+costs least (reduced-rank regression, Izenman 1975), the features of later steps being those that M itself gives.
+Last, one number scales norm so that the logits are as sure as they are right.
 
 A head without fc has its feature given, and only the second regression. A new MTP head has one projection of both
 inputs, h_k = W x_k with f_k = norm(h_{k-1}), and so one regression, of W on u_k over all steps.
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, rms_norm
 
+from featurize.store import FeatureStore
 from models.checkpoint import differing_options, differing_target, load_head
 from models.drafts import DraftHead, HeadConfig
 from models.eagle3 import Attention, Eagle3Head
@@ -53,6 +54,10 @@ STRETCHES = 8
 """Places of the store that the sample comes from: each opens few shards, which are checked as a whole."""
 ROWS_AT_ONCE = 16384
 """Most rows of a pack that are looked at; they are held in fp32, planes and all."""
+SAMPLE = 64
+"""Training documents whose planes set the scale of the head's start values."""
+SAMPLE_POSITIONS = 512
+"""Most positions of each, evenly spaced, since documents may be long."""
 
 
 def load_start(directory: Path, config: HeadConfig, target: dict[str, str]) -> DraftHead:
@@ -89,6 +94,12 @@ def sample(config: HeadConfig, corpus: Corpus, documents: Sequence[int]) -> list
         before = np.searchsorted(rows, wanted), np.searchsorted(tokens, TOKENS_PER_ROW * wanted)
         chosen += stretch[: int(min(before)) + 1].tolist()
     return chosen
+
+
+def sample_planes(store: FeatureStore, documents: Sequence[int]) -> torch.Tensor:
+    """Planes [T, A, P], those that the head reads, of some positions of the first documents."""
+    planes = (store.read(index).aux for index in documents[:SAMPLE])
+    return torch.cat([aux_TAP[:: -(-len(aux_TAP) // SAMPLE_POSITIONS)] for aux_TAP in planes])
 
 
 @dataclass(frozen=True)

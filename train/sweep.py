@@ -34,7 +34,7 @@ from train.measure import Journal
 from train.signals import PREEMPTED
 
 STOPPED = (PREEMPTED, 130, -signal.SIGINT)
-"""Ends of a run after which the next one is not begun."""
+"""Ends of a run after which the next one is not begun, whoever asked it to stop."""
 
 
 def begin(base: Path, names: Sequence[str]) -> None:
@@ -59,32 +59,42 @@ def run_all(jobs: Sequence[list[str]]) -> int:
     """Train one after the other, each with its overrides; one that fails does not keep the next from it.
 
     Returns:
-        0, or the exit code of the last one that failed; a signal goes to the run in progress and ends the sweep.
+        0, or the exit code of the last one that failed; a signal goes to the run in progress and ends the sweep, with
+        PREEMPTED where the run could not say so itself.
 
     Raises:
         Refused: these are several processes of one job, which would all train everything.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refused("--multirun trains in one process; for several, python -m slurm.submit --multirun makes an array")
-    code = 0
-    for overrides in jobs:
-        process = subprocess.Popen([sys.executable, "-m", "train", *overrides])
+    code, asked = 0, 0
+    process: subprocess.Popen[bytes] | None = None
 
-        def forward(number: int, frame: FrameType | None, process: subprocess.Popen[bytes] = process) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = number
+        if process is not None:
             process.send_signal(number)
 
-        earlier = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            ended = process.wait()
-        except KeyboardInterrupt:  # it has had the Ctrl-C, too
-            process.wait()
-            ended = 130
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
-        if ended in STOPPED:
-            return ended if ended > 0 else 130
-        code = ended or code
+    earlier = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        for overrides in jobs:
+            process = subprocess.Popen([sys.executable, "-m", "train", *overrides])
+            if asked:  # before there was anybody to hand it to
+                process.send_signal(asked)
+            try:
+                ended = process.wait()
+            except KeyboardInterrupt:  # it has had the Ctrl-C, too
+                process.wait()
+                ended = 130
+            if ended in STOPPED:
+                return ended if ended > 0 else 130
+            if asked:  # it ended all the same, or before it could listen
+                return ended if ended > 0 else PREEMPTED
+            code = ended or code
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     return code if code >= 0 else 1
 
 

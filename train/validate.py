@@ -28,7 +28,14 @@ class Verdict:
 
 @torch.no_grad()
 def validate(objective: Objective, store: FeatureStore, packs: list[list[int]], accelerator: Any) -> Verdict:
-    """Judge the head on `packs`, shared among the processes; every process gets the whole verdict."""
+    """Judge the head on `packs`, shared among the processes; every process must call it, and gets the whole verdict.
+
+    Args:
+        packs: document indices of each.
+
+    Raises:
+        Refused: features, or the head on them, are not finite.
+    """
     steps_K = objective.settings.unroll_steps
     hit_sums, row_sums = torch.zeros(steps_K, dtype=torch.float64), torch.zeros(steps_K, dtype=torch.float64)
     runs = torch.zeros(2, dtype=torch.float64)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import conf
 from conf import Run
-from featurize.extract import Widths
-from featurize.store import Unit
+from featurize.shards import Unit, Widths
 from featurize.tokenised import Document
 from models.eagle3 import Eagle3Config
 from models.target import aux_layers

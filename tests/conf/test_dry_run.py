@@ -188,6 +188,10 @@ def test_what_a_dry_run_tells_is_what_the_stages_then_do(overrides, tiny_target_
 def test_a_dry_run_refuses_what_the_stage_would_refuse(overrides, capsys) -> None:
     with pytest.raises(Refused, match="all .* documents are held out"):
         told("train", [*overrides, "data.validation_share=0.9999"], capsys)
+    with pytest.raises(Refused, match=r"optim.decay_share=0.2 overlap in a run of \d+ steps; lower one of them"):
+        told("train", [*overrides, "optim.schedule=wsd", "optim.warmup_steps=10000"], capsys)
+    with pytest.raises(Refused, match="a spool holds few shards at a time; set trainer.shuffle_shards"):
+        told("train", [*overrides, "spool.gigabytes=0.01"], capsys)
     with pytest.raises(Refused, match="does not fit into engine.max_model_len"):
         told("serve_eval", [*overrides, "engine.max_model_len=16"], capsys)
 

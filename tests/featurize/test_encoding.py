@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import conf
-import featurize.bench
 from featurize.__main__ import work
 from featurize.bench import Loss, judge
 from featurize.encoding import (
@@ -223,7 +223,7 @@ def test_the_benchmark_measures_a_run_and_leaves_nothing_behind(
     overrides = [f"root={tmp_path}", "name=b", f"target.path={tiny_target_dir}", "featurize.encoding=int4"]
     overrides += [f"data.conversations=[{tiny_conversations}]", "featurize.device=cpu"]
     monkeypatch.setattr("sys.argv", ["featurize.bench", *overrides])
-    featurize.bench.main()
+    runpy.run_module("featurize.bench", run_name="__main__")
     said = capsys.readouterr().out
     assert "extraction (int4, writing included)" in said
     assert all(name in said for name in ENCODINGS)

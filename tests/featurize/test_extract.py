@@ -13,8 +13,8 @@ from torch import nn
 import featurize.extract
 from featurize.canary import choose_documents, reference, run_canary
 from featurize.config import DataConfig
-from featurize.extract import Backend, Widths, batches, check_rows, check_space, extract_unit, load_backend
-from featurize.store import cut_units, teacher_positions
+from featurize.extract import Backend, batches, check_rows, extract_unit, load_backend
+from featurize.shards import Widths, check_space, cut_units, teacher_positions
 from featurize.tokenised import Document, TokenisedSet, load_renderer, tokenise
 from models.config import TargetConfig
 from models.errors import Refused

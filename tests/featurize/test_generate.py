@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -14,16 +15,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from featurize.claims import Claims
 from featurize.config import GenerateConfig, RouteConfig
-from featurize.conversations import parse_row
-from featurize.generate import failed_file, fill_and_pack, plan_slots, repetition, user_turn_head
+from featurize.conversations import Unusable, parse_row
+from featurize.exchanges import repetition, user_turn_head
+from featurize.generate import failed_file, fill_and_pack, plan_slots
 from featurize.rows import Rows, append
 from featurize.spans import Renderer
+from featurize.speakers import Servers
 from featurize.tokenised import load_renderer
 from models.config import TargetConfig
 from models.errors import Refused
@@ -150,6 +155,8 @@ def test_a_second_launch_asks_nothing_and_a_stopped_one_goes_on(
     assert Path(config.output + ".gz").read_bytes() == whole
     assert len(server.requests) < 2 * asked
 
+
+COMPLETION = {"choices": [{"text": "text", "token_ids": [1], "finish_reason": "stop"}]}
 
 FILL = """
 import json, sys
@@ -293,6 +300,26 @@ def test_many_servers_share_the_work_and_one_that_fails_is_replaced(
     assert not failed(config)
 
 
+def test_a_request_waits_while_all_servers_rest(config: GenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr("featurize.speakers.asyncio.sleep", sleep)
+    monkeypatch.setattr("featurize.speakers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def ask(count: int) -> int:
+        config.urls = [f"http://{number}/v1" for number in range(count)]
+        transport = httpx.MockTransport(lambda _request: httpx.Response(503 if clock[0] < 2 else 200, json=COMPLETION))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return len((await Servers(config, client).complete([1])).text)
+
+    for count in (1, 2):
+        clock[0] = 0.0
+        assert asyncio.run(ask(count)) == 4
+
+
 def test_each_answer_conditions_the_next_user_turn_with_its_routes_settings(
     config: GenerateConfig, server: Server, target: TargetConfig
 ) -> None:
@@ -312,6 +339,84 @@ def test_each_answer_conditions_the_next_user_turn_with_its_routes_settings(
         assert len(row["messages"]) == 6 or "finish_reason" in row["messages"][-1]
     answers = [r for r in server.requests if r["text"].endswith("assistant\n")]
     assert {(r["temperature"], r["top_p"]) for r in answers} == {(0.3, 0.7)}
+
+
+@pytest.mark.parametrize("refuses", ["server", "template"])
+def test_a_turn_that_is_refused_ends_its_conversation_and_the_turns_before_it_stay(
+    refuses: str, config: GenerateConfig, server: Server, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the server, since it is too long, say; by the chat template, for the order of its messages."""
+    text = Renderer.text
+
+    def of_one_turn(renderer: Renderer, messages: Any, **how: Any) -> str:
+        if sum(message["role"] == "user" for message in messages) > 1:
+            raise Unusable("the chat template refuses it: one question at a time")
+        return text(renderer, messages, **how)
+
+    if refuses == "template":
+        monkeypatch.setattr(Renderer, "text", of_one_turn)
+    else:
+        server.status = lambda text: 400 if text.count("user\n") > 1 else 200
+    config.routes = {"chat": RouteConfig(turns=3)}
+    assert fill_and_pack(config, target)
+    assert failed(config) == {}
+    assert [[m["role"] for m in row["messages"]] for row in packed(config)] == [["user", "assistant"]] * 12
+
+
+def test_what_the_template_refuses_at_once_is_recorded_and_stops_nothing_else(
+    config: GenerateConfig, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Renderer.text
+
+    def without_thoughts(renderer: Renderer, messages: Any, **how: Any) -> str:
+        if how.get("arguments"):
+            raise Unusable("the chat template refuses it: it knows no think")
+        return text(renderer, messages, **how)
+
+    monkeypatch.setattr(Renderer, "text", without_thoughts)
+    config.routes = {"chat": RouteConfig(), "deep": RouteConfig(chat_template_kwargs={"think": True})}
+    assert fill_and_pack(config, target)
+    assert len(packed(config)) == 6
+    assert set(failed(config).values()) == {"the chat template refuses it: it knows no think"}
+
+
+@pytest.mark.parametrize("conversations", [1, 2, 7, 1000])
+def test_as_many_are_planned_as_asked_for_whatever_the_shares(conversations: int, config: GenerateConfig) -> None:
+    config.conversations = conversations
+    config.routes = {name: RouteConfig(share=share) for name, share in zip("abcd", (1.0, 1.0, 1.4, 1.0), strict=True)}
+    slots = plan_slots(config)
+    assert len({slot.id for slot in slots}) == conversations
+    counts = Counter(slot.route for slot in slots)
+    assert all(abs(counts[name] - conversations * route.share / 4.4) < 1 for name, route in config.routes.items())
+
+
+@pytest.mark.parametrize(("share", "sampled"), [(0.0, 0), (0.1, 4), (0.25, 10), (0.4, 16), (0.75, 30), (1.0, 40)])
+def test_the_share_that_is_sampled_is_that_of_conversations_and_of_each_opening(
+    share: float, sampled: int, config: GenerateConfig
+) -> None:
+    config.sampled_share, config.conversations = share, 80
+    config.routes = {"code": RouteConfig(["Write", "Explain"])}
+    slots = plan_slots(config)
+    for opening in ("Write", "Explain"):
+        assert sum(slot.sampled for slot in slots if slot.opening == opening) == sampled
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"concurrency": 0},
+        {"conversations": -1},
+        {"sampled_share": 1.5},
+        {"temperature": -0.1},
+        {"max_answer_tokens": 0},
+    ],
+)
+def test_settings_that_would_make_nothing_or_wait_forever_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"generate.{name}={value}"):
+        GenerateConfig(**wrong)
+    with pytest.raises(ValueError, match="share=0 of a route must be above 0"):
+        RouteConfig(share=0)
 
 
 def test_prompts_from_a_source_are_answered_in_place(

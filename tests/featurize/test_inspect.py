@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def test_one_document_by_its_id_and_what_was_left_out(data: DataConfig, make_tok
         shown(data, make_tokenizer, id="three")
 
 
+def test_no_more_is_shown_than_what_is_made(data: DataConfig, make_tokenizer: Any) -> None:
+    data.turns = "split"
+    for limits, ids in (
+        ({}, ["one#message-1", "two#message-1", "two#message-3"]),
+        ({"limit": 2}, ["one#message-1", "two#message-1"]),
+        ({"route_limits": {"": 1}}, ["one#message-1", "two#message-1"]),
+        ({"route_limits": {"code": 0}}, ["two#message-1", "two#message-3"]),
+    ):
+        text = shown(replace(data, **limits), make_tokenizer, documents=9)
+        assert [line.split()[0].rstrip(",") for line in text.splitlines() if "supervised in" in line] == ids
+    with pytest.raises(ValueError, match="data.limit=-1 must be at least 1"):
+        DataConfig(limit=-1)
+
+
 def test_the_command_takes_a_runs_configuration_and_writes_nothing(
     tmp_path: Path, tiny_target_dir: Path, tiny_conversations: Path
 ) -> None:
@@ -96,4 +111,4 @@ def test_the_command_takes_a_runs_configuration_and_writes_nothing(
         "c001 [json]",
     ]
     assert "+ " in result.stdout
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".inspect.lock"]
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,9 @@ import torch
 from featurize.claims import EXTRACTING, TRAINING, Claims
 from featurize.config import SpoolConfig
 from featurize.contract import FeatureContract
-from featurize.extract import Widths
+from featurize.shards import Unit, Widths, cut_units, map_tensors, shard_path
 from featurize.spool import Demand, Made, Pace, Spool, fill, make_next
 from featurize.spooled import SpoolStore
-from featurize.store import Unit, cut_units, map_tensors, shard_path
 from featurize.tokenised import Document, TokenisedSet
 from models.errors import Refused
 
@@ -197,6 +197,26 @@ def test_a_damaged_shard_is_named_by_whose_share_it_is_and_made_again(store: Spo
     assert store.wait(range(4), 0, 2, lambda: False) is None
 
 
+def test_who_finds_a_shard_damaged_waits_for_the_others_of_its_step_as_all_do(
+    store: SpoolStore, claims: Claims
+) -> None:
+    store.ask(done=0)
+    make_all(store.spool, claims, Demand(seed=0, epochs=2, bound=BOUND))
+    (store.directory / "shards/00000.safetensors").write_bytes(
+        bytes((store.directory / "shards/00000.safetensors").stat().st_size)
+    )
+    (store.directory / "shards/00003.json").unlink()
+    asked: list[int] = []
+
+    def leave() -> bool:
+        asked.append(1)
+        make_all(store.spool, claims, Demand(seed=0, epochs=2, bound=BOUND))
+        return False
+
+    told = store.wait(range(4), 0, 2, leave)
+    assert asked and told is not None and "00000.safetensors was damaged" in told
+
+
 def test_nobody_waits_longer_than_he_has_to(store: SpoolStore) -> None:
     store.ask(done=0)
     assert "shard 0 of 20 is not there; start `python -m featurize`" in str(store.wait(range(4), 0, 1, lambda: False))
@@ -251,6 +271,29 @@ def test_extraction_waits_while_training_lives_and_stops_when_it_is_gone(spool: 
     trainer.communicate()
     _, said = extraction.communicate(timeout=60)
     assert "(done with 0 of 10 shards); start `python -m train`, then this again" in said
+
+
+def test_extraction_that_was_busy_waits_as_long_as_any_other_for_training_that_is_gone(
+    spool: Spool, claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, gone=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def made_slowly(unit: Unit) -> Made:
+        clock.now += 100 * spool.patience_s
+        if unit.index == 3:  # the last that fits; training, which was there all the time, leaves now
+            clock.gone = clock.now
+        return made(unit)
+
+    monkeypatch.setattr("featurize.spool.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(claims, "anyone", lambda _side: not clock.gone)
+    spool.tell(Demand(seed=0, epochs=1, bound=BOUND))
+    with pytest.raises(Refused, match="nobody has been training"):
+        fill(spool, claims, made_slowly)
+    assert there(spool) == [0, 1, 2, 3]
+    assert clock.now - clock.gone > spool.patience_s
 
 
 FILLS = """

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import featurize.__main__ as stage
 import featurize.extract
 import featurize.store
 from conf import Run, load
 from featurize.__main__ import work
 from featurize.extract import extract_unit
 from featurize.store import FeatureStore
-from featurize.tokenised import Document
+from featurize.tokenised import Document, describe_inputs, load_or_tokenise
+from featurize.verify import verify
 from models.artefact import file_sha256
 from models.errors import Refused
 from models.target import describe_target
@@ -287,6 +292,24 @@ def test_the_fingerprint_of_a_store_is_that_of_its_contents(run: Run) -> None:
     run.name, run.data.limit = "c", 47
     work(run)
     assert FeatureStore.open(run.directory / "features").fingerprint != first
+
+
+def test_a_launch_with_other_settings_during_the_canary_does_not_change_the_documents_under_the_first(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, target = stage.checked_backend, describe_target(run.target)
+    other = replace(run.data, max_tokens=60)
+
+    @contextmanager
+    def meanwhile(*arguments: Any) -> Iterator[Any]:
+        inputs = describe_inputs(other, run.featurize, target, LAYERS, {})
+        load_or_tokenise(run.directory / "features", other, target, run.target, inputs)
+        with opened(*arguments) as found:
+            yield found
+
+    monkeypatch.setattr(stage, "checked_backend", meanwhile)
+    assert stage.work(run)
+    assert "everything is as its manifest says" in verify(run.directory / "features", target, LAYERS)
 
 
 def test_missing_and_unfinished_stores_are_refused(tmp_path: Path) -> None:

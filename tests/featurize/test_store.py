@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -18,11 +19,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-import featurize.verify
 from conf import load
 from featurize.__main__ import work
 from featurize.claims import Claims
-from featurize.store import FeatureStore, link_features, shard_key
+from featurize.shards import shard_key
+from featurize.store import FeatureStore, link_features
 from featurize.verify import verify
 from models.artefact import file_sha256, write_tensors
 from models.errors import Refused
@@ -222,12 +223,17 @@ def test_the_first_fault_of_a_store_is_named(complete: tuple[Path, Target], dama
 def test_verify_speaks_in_one_line_and_exits_with_2(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["featurize.verify", *overrides, "name=absent"])
-    with pytest.raises(SystemExit) as stopped:
-        featurize.verify.main()
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("featurize.verify: no features in ")
+    for words, told in (
+        (["name=absent"], "featurize.verify: no features in "),
+        (["--fast"], "featurize.verify: unrecognized arguments: --fast; options are KEY=VALUE"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["featurize.verify", *overrides, *words])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_module("featurize.verify", run_name="__main__")
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(told)
+    assert not (Path(overrides[0].removeprefix("root=")) / "absent").exists()
 
 
 def test_a_link_to_features_that_are_not_there_makes_room_for_another(tmp_path):

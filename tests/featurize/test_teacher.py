@@ -124,11 +124,12 @@ def test_other_settings_are_refused_by_name_and_a_damaged_vocabulary_is_found(
         (["featurize.teacher_k=101"], r"featurize\.teacher_k=101 is more than the 100 tokens of draft\.vocab_size"),
         (
             ["featurize.teacher_k=5", "draft.use_aux_hidden_state=false"],
-            r"featurize\.teacher_k=5 keeps no final plane, but heads of .* draft\.use_aux_hidden_state=false read it",
+            r"featurize\.teacher_k=5 keeps no final plane, but .* draft\.use_aux_hidden_state=false\) reads it",
         ),
         (
             ["featurize.teacher_k=5", "draft.algorithm=mtp", "draft.vocab_size=null"],
-            r"featurize\.teacher_k=5 keeps no final plane, but heads of draft\.algorithm=mtp .* read it",
+            r"featurize\.teacher_k=5 keeps no final plane, but this head \(draft\.algorithm=mtp .* reads it at every "
+            r"position; set featurize\.teacher_k=null featurize\.final_everywhere=true",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from featurize.conversations import Unusable
-from featurize.generate import normalised
+from featurize.exchanges import normalised
 from featurize.spans import Renderer
 from models.errors import Refused
 from serve_eval.prompts import Prompt, by_route, load_prompts

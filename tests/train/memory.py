@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from featurize.store import DocumentFeatures, teacher_positions
+from featurize.shards import teacher_positions
+from featurize.store import DocumentFeatures
 from featurize.tokenised import Document
 
 Spans = tuple[tuple[int, int], ...]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from train import bench
+from train import bench, bench_mtp
 from train.measure import peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +93,24 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
         bench.main()
     assert stopped.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "told"),
+    [
+        (bench, ["--fast"], "train.bench: unrecognized arguments: --fast; --help lists the options"),
+        (
+            bench_mtp,
+            ["--k", "0"],
+            "train.bench_mtp: argument --k: invalid positive value: '0'; --help lists the options",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(module, words, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (2, told + "\n")
 
 
 def test_a_document_of_32768_tokens_with_512_supervised_trains_in_4_gb():

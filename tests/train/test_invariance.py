@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from featurize.store import DocumentFeatures, teacher_positions
+from featurize.shards import teacher_positions
+from featurize.store import DocumentFeatures
 from models.eagle3 import Eagle3Config, Eagle3Head
 from tests.train.memory import MemoryStore, documents_of
 from train import losses

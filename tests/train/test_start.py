@@ -15,7 +15,6 @@ from tests.train.linear import LinearWorld
 from tests.train.memory import MemoryStore, documents_of
 from train import start
 from train.config import ObjectiveConfig
-from train.loop import SAMPLE, SAMPLE_POSITIONS, sample_planes
 from train.objective import Objective, judge
 from train.packs import Pack, row_count
 from train.plan import Corpus, Costs
@@ -127,10 +126,10 @@ def test_packs_without_rows_are_passed_over(world):
 def test_the_scale_of_planes_is_measured_on_few_positions_of_long_documents():
     lengths = [20_000, 3, *[700] * 100]
     store: Any = MemoryStore(documents_of([(length, ((0, 3),)) for length in lengths]), hidden=2)
-    planes_TAP = sample_planes(store, range(len(lengths)))
-    assert len(planes_TAP) <= SAMPLE * SAMPLE_POSITIONS
+    planes_TAP = start.sample_planes(store, range(len(lengths)))
+    assert len(planes_TAP) <= start.SAMPLE * start.SAMPLE_POSITIONS
     assert torch.equal(planes_TAP[0], store.read(0).aux[0])
-    assert len(store.reads) == SAMPLE + 1
+    assert len(store.reads) == start.SAMPLE + 1
 
 
 @pytest.mark.parametrize("answer", [2, 60], ids=["no row at the last step of the fit", "many rows"])

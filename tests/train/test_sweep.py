@@ -13,6 +13,7 @@ import pytest
 
 from models.errors import Refused
 from tests.train.runs import ROOT, place
+from train.signals import PREEMPTED
 from train.sweep import begin, over_seeds, ranking, render_table, run_all, swept
 
 
@@ -88,6 +89,21 @@ def test_several_processes_of_one_job_would_all_train_everything(monkeypatch) ->
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refused, match="slurm.submit --multirun"):
         run_all([["name=a"]])
+
+
+@pytest.mark.parametrize("last_words", ["exit 1", "exit 0", "kill -9 $$"])
+def test_a_signal_ends_the_sweep_however_the_run_in_progress_takes_it(
+    last_words: str, tmp_path: Path, monkeypatch
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text(
+        f'#!/bin/sh\necho "$3" >>{tmp_path}/begun\ntrap "{last_words}" TERM\n'
+        "i=0; while [ $i -lt 600 ]; do kill -TERM $PPID; sleep 0.1; i=$((i+1)); done\n"
+    )
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    assert run_all([["name=a"], ["name=b"]]) == (1 if last_words == "exit 1" else PREEMPTED)
+    assert (tmp_path / "begun").read_text().split() == ["name=a"]
 
 
 def test_a_run_that_fails_does_not_keep_the_next_from_training(tmp_path: Path, monkeypatch) -> None:

@@ -75,6 +75,15 @@ def test_losses_and_gradients_are_those_of_the_known_partition(kind: str, count:
     torch.testing.assert_close(gradient_nD, torch.autograd.grad(wanted_n.sum(), free_nD)[0], rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["kl", "lk_hybrid"])
+def test_a_target_that_is_sure_of_a_token_outside_the_draft_vocabulary_teaches_all_the_same(kind: str) -> None:
+    logits_nD = torch.randn(2, D)
+    usual = TopK(torch.tensor([[2, 0]] * 2), torch.tensor([[-1.0, -3.0]] * 2), torch.zeros(2), torch.zeros(2).int())
+    sure = dataclasses.replace(usual, log_p_FS=usual.log_p_FS - 200)  # e ** -200 is 0 in fp32
+    found = [divergence(kind, Teacher.kept(top, kind, torch.float32), logits_nD.clone()) for top in (usual, sure)]
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("out_of_vocabulary", ["renormalise", "skip"])
 @pytest.mark.parametrize("kind", ["kl", "ce", "nla", "lk_hybrid"])
 def test_a_teacher_of_all_draft_tokens_is_the_whole_teacher(kind: str, out_of_vocabulary: str) -> None:
