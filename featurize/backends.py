@@ -52,15 +52,15 @@ def checked_backend(
     Raises:
         Refused: it cannot be had, or the canary finds fault with it.
     """
-    count = settings.canary_documents
+    count, size = settings.canary_documents, settings.batch_tokens
     if settings.backend == "transformers":
         backend = load_backend(target, model, aux_layers, settings.device)
-        yield backend, run_canary(backend, tokenised, count, reference(backend.model))
+        yield backend, run_canary(backend, tokenised, count, reference(backend.model), size)
         return
     plain = None
     if count and settings.canary_against == "transformers":  # before the server, which takes the whole accelerator
         plain = _plain_reference(target, model, settings, tokenised)
     lengths = [document.length for document in tokenised.documents]
     with served_planes(target, aux_layers, lengths, settings, engine, directory / "extraction") as served:
-        report = run_canary(served, tokenised, count, plain or served.reference()) if count else {"documents": 0}
+        report = run_canary(served, tokenised, count, plain or served.reference(), size) if count else {"documents": 0}
         yield served, report

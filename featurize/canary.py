@@ -130,8 +130,10 @@ def check_varies(name: str, states_TH: torch.Tensor) -> None:
         raise Refused(f"canary: {name} has the same values for all {len(states_TH)} tokens of a document")
 
 
-def run_canary(backend: PlaneSource, tokenised: TokenisedSet, count: int, against: Reference) -> dict[str, Any]:
-    """Compare `count` documents, asked for all at once, with what the reference says; returns the report.
+def run_canary(
+    backend: PlaneSource, tokenised: TokenisedSet, count: int, against: Reference, batch_tokens: int
+) -> dict[str, Any]:
+    """Compare `count` documents, asked for as the extraction will, with what the reference says; returns the report.
 
     Raises:
         Refused: a plane or the argmax disagrees; the message names the plane and the number.
@@ -143,7 +145,7 @@ def run_canary(backend: PlaneSource, tokenised: TokenisedSet, count: int, agains
     names = [f"plane {layer}" for layer in backend.aux_layers] + ["the final plane"]
     errors: dict[str, list[torch.Tensor]] = {}
     agreed = positions = depth = 0
-    for row, aux, final_TH in backend.documents(rows, len(rows) * max(len(ids_T) for _, ids_T in rows)):
+    for row, aux, final_TH in backend.documents(rows, batch_tokens):
         ids_T = rows[row][1]
         plain = against.forward(chosen[row], ids_T)
         for name, states in zip(names, [*aux, final_TH], strict=True):

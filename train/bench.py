@@ -27,7 +27,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -332,17 +332,9 @@ def show(found: list[Measured]) -> None:
     tables().print(table)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake costs one line: --help tells the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the mistake and exit with 2."""
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}; --help lists the options\n")
-
-
 def main() -> None:
     """Parse, measure, tell."""
-    from conf.help import described
+    from conf.help import Parser, described
 
     parser = Parser("python -m train.bench", **described("train.bench"))
     parser.add_argument("--shapes", choices=SHAPES, default="smollm2")

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.mtp import MtpConfig, MtpHead, initialise
-from train.bench import Parser
 from train.config import ObjectiveConfig
 from train.objective import Objective, judge, simulated_al
 from train.packs import Pack, row_count
@@ -169,7 +168,7 @@ def positive(word: str) -> int:
 
 def main() -> None:
     """Print the table."""
-    from conf.help import described
+    from conf.help import Parser, described
 
     parser = Parser("python -m train.bench_mtp", **described("train.bench_mtp"))
     parser.add_argument("--k", type=positive, default=4, help="steps of the unroll, and tokens of a draft")

@@ -120,8 +120,22 @@ def test_rows_of_zeros_and_non_finite_values_stop_the_run(value: float) -> None:
         check_rows(plane, "plane 2", "doc")
 
 
+def test_the_canary_takes_no_more_memory_than_the_extraction_after_it(
+    backend: Backend, tokenised: TokenisedSet
+) -> None:
+    sizes = []
+
+    class Seen(Backend):
+        def planes(self, ids_BL: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+            sizes.append(ids_BL.numel())
+            return super().planes(ids_BL)
+
+    run_canary(Seen(**vars(backend)), tokenised, 8, reference(backend.model), 120)
+    assert len(sizes) > 1 and max(sizes) <= 120
+
+
 def test_the_canary_passes_and_reports_documents_of_all_lengths(backend: Backend, tokenised: TokenisedSet) -> None:
-    report = run_canary(backend, tokenised, 4, reference(backend.model))
+    report = run_canary(backend, tokenised, 4, reference(backend.model), 2048)
     lengths = [document.length for document in tokenised.documents]
     assert report["lengths"][0] == min(lengths)
     assert report["lengths"][-1] == max(lengths)
@@ -172,7 +186,7 @@ def test_b09_the_canary_stops_on_a_wrong_plane_and_names_it(
     backend: Backend, tokenised: TokenisedSet, kind: Any, message: str
 ) -> None:
     with pytest.raises(Refused, match=message):
-        run_canary(kind(**vars(backend)), tokenised, 4, reference(backend.model))
+        run_canary(kind(**vars(backend)), tokenised, 4, reference(backend.model), 2048)
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(
@@ -226,4 +240,4 @@ def test_the_canary_refuses_planes_without_content_and_with_missing_rows(
 ) -> None:
     monkeypatch.setattr(Broken, "broken", staticmethod(broken))
     with pytest.raises(Refused, match=message):
-        run_canary(Broken(**vars(backend)), tokenised, 4, reference(backend.model))
+        run_canary(Broken(**vars(backend)), tokenised, 4, reference(backend.model), 2048)

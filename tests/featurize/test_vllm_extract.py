@@ -215,7 +215,7 @@ def test_b09_the_canary_passes_a_pre_norm_last_plane_and_stops_on_one_that_is_no
     modelled = Modelled(target, settings)
     setup = attach(in_flight=1, planes=modelled.planes, best=modelled.best)
     plain = reference(modelled.model) if against == "transformers" else setup.backend.reference()
-    report = run_canary(setup.backend, tokenised, 4, plain)
+    report = run_canary(setup.backend, tokenised, 4, plain, 2048)
     assert report["argmax_agreement"] > 0.98
     assert list(report["planes"]) == (
         ["plane 2", "plane 4", "plane 5", "the final plane"] if against == "transformers" else []
@@ -223,7 +223,7 @@ def test_b09_the_canary_passes_a_pre_norm_last_plane_and_stops_on_one_that_is_no
     modelled.post_norm = True
     message = r"the final plane differs" if against == "transformers" else r"lm_head\(final plane\) has the model's own"
     with pytest.raises(Refused, match=message):
-        run_canary(setup.backend, tokenised, 4, plain)
+        run_canary(setup.backend, tokenised, 4, plain, 2048)
 
 
 @pytest.fixture

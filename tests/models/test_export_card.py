@@ -81,7 +81,13 @@ def evaluation(run: Path, weights: str) -> None:
             "machine": "a machine",
             "k": 4,
             "best_k": 2,
-            "reference": {"al": 2.875, "per_position": [0.8, 0.6], "rounds": 100, "routes": routes, "how": "greedy, a tree"},
+            "reference": {
+                "al": 2.875,
+                "per_position": [0.8, 0.6],
+                "rounds": 100,
+                "routes": routes,
+                "how": "greedy, a tree",
+            },
             "served": {
                 "engine": "vllm",
                 "version": "0.32.0",

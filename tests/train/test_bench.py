@@ -98,11 +98,11 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("module", "words", "told"),
     [
-        (bench, ["--fast"], "train.bench: unrecognized arguments: --fast; --help lists the options"),
+        (bench, ["--fast"], "bench: unrecognized arguments: --fast; --help tells how it is called"),
         (
             bench_mtp,
             ["--k", "0"],
-            "train.bench_mtp: argument --k: invalid positive value: '0'; --help lists the options",
+            "bench_mtp: argument --k: invalid positive value: '0'; --help tells how it is called",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def test_b09_b10_vllm_and_transformers_give_the_same_planes_to_1e_5(overrides: l
     with opened as (backend, canary):
         assert canary["argmax_agreement"] > 0.98
         assert all(plane["largest_relative_error"] < 0.01 for plane in canary["planes"].values())
-        assert run_canary(backend, tokenised, 4, backend.reference())["argmax_agreement"] > 0.98  # type: ignore[attr-defined]
+        assert run_canary(backend, tokenised, 4, backend.reference(), 2048)["argmax_agreement"] > 0.98  # type: ignore[attr-defined]
         spool = backend.directory  # type: ignore[attr-defined]
         seen, errors, worst_rows = [], [], []
         for index, aux, final_TH in backend.documents(rows, 0):
