@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from safetensors.torch import load_file
 
 from models.errors import Refused
 from tests.train import runs, shared_steps
-from train import launch
+from train import launch, ranks
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import Average
 
@@ -87,6 +90,20 @@ def test_muon_trains_on_two_processes_as_on_one(trained):
     assert any("momentum_buffer" in name for name in one)
     for kind in ("norms", "seen/", "moments/"):
         assert_equals(part(two, kind), part(one, kind))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_b05_gradients_that_are_not_finite_are_refused_and_reach_no_weight(value):
+    accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    objective = shared_steps.objective_of(1)
+    shared = ranks.share(accelerator, "ddp", objective, OptimConfig())
+    for parameter in objective.head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    objective.head.norm.weight.grad[0] = value
+    before = {name: weight.clone() for name, weight in objective.head.state_dict().items()}
+    with pytest.raises(Refused, match="gradients of step 1 are not finite"):
+        shared.update(1.0, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in objective.head.state_dict().items())
 
 
 def test_the_average_rises_to_its_decay_and_is_the_weights_only_while_applied():
