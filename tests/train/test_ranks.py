@@ -65,6 +65,19 @@ def test_b16_weights_are_identical_on_both_processes(trained, strategy):
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_b22_every_strategy_updates_once_a_step_at_the_rate_of_that_step_and_so_does_the_one_that_goes_on(
+    trained, before, after
+):
+    factors = [0.5, 1, 1, *((1 + math.cos(math.pi * quarter)) / 2 for quarter in (0.25, 0.5, 0.75))]
+    wanted = shared_steps.OPTIM.lr * torch.tensor(factors)
+    torch.testing.assert_close(read(trained, "one/ddp")["rates"], wanted)
+    for process in (0, 1):
+        torch.testing.assert_close(read(trained, f"two/{before}", process)["rates"], wanted)
+        resumed = read(trained, f"two/{before}-{after}", process)["rates"]
+        torch.testing.assert_close(resumed, wanted[shared_steps.SAVED :])
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_b26_a_checkpoint_of_one_strategy_goes_on_with_another(trained, before, after):
     straight, resumed = read(trained, "one/ddp"), read(trained, f"two/{before}-{after}")
     for kind in ("seen/", "trained/", "average/", "moments/"):
