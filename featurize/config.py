@@ -38,7 +38,8 @@ class DataConfig:
     Attributes:
         conversations: files (.jsonl, .jsonl.gz, .parquet, .arrow), folders or hub names of data sets, read in order.
         mixture: instead of `conversations`: sources by name, interleaved by weight until the first one ends.
-        chat_template_kwargs: handed to the chat template (`enable_thinking: false`, say); a row's own come first.
+        chat_template_kwargs: handed to the chat template (`enable_thinking: false`, say), of evaluation prompts, too;
+            a row's own come first.
         turns: "all" makes one document of a conversation; "split" one of every answer, with the history as the
             template renders it there (for templates that rewrite it: thinking stripped from earlier turns);
             "last" supervises the last answer alone.

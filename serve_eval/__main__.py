@@ -29,7 +29,7 @@ def main(run: Run) -> bool:
     from serve_eval.sweep import check_possible, check_served_k, failures, in_server, lossless_in, run_sweep
 
     directory = run.directory / "eval"
-    subject = read_subject(run.directory / "export", run.eval, run.target)
+    subject = read_subject(run.directory / "export", run.eval, run.target, run.data.chat_template_kwargs)
     target, head, prompts = subject.target, subject.head, subject.prompts
     drafter = describe_draft_model(run.eval.drafting, target)
     others = read_others(run.directory.parent, target, run.eval, drafter, prompts)
@@ -111,7 +111,8 @@ def dry_run(run: Run) -> None:
 
     parts = parts_of(resolved(run)).values()
     sweeps = [(run.engines[part.engine], part.settings(run.eval), part.name) for part in parts]
-    tell(run.directory, run.eval, sweeps or [(run.engine, run.eval, "")], run.target, run.draft)
+    asked = sweeps or [(run.engine, run.eval, "")]
+    tell(run.directory, run.eval, asked, run.target, run.draft, run.data.chat_template_kwargs)
 
 
 if __name__ == "__main__":

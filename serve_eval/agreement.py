@@ -231,12 +231,13 @@ if __name__ == "__main__":
         target = describe_target(run.target)
         renderer = load_renderer(target, run.target)
         settings = in_server(run.eval)
+        prompts = load_workload(settings, renderer, run.data.chat_template_kwargs)
         told = compare(
             run.engine,
             settings,
             target.path,
             run.directory / "export",
-            window_of(load_workload(settings, renderer), settings),
+            window_of(prompts, settings),
             renderer.tokenizer,
             run.directory / "eval",
         )

@@ -80,7 +80,7 @@ if __name__ == "__main__":
         """Measure the part that is asked for."""
         part = part_asked(conf.resolved(run))
         settings, directory = part.settings(run.eval), folder(run.directory / "eval", part)
-        subject = read_subject(run.directory / "export", settings, run.target)
+        subject = read_subject(run.directory / "export", settings, run.target, run.data.chat_template_kwargs)
         with conf.only_one(run, f"part-{part.name}"):
             summary, worked = measure(part, run.engines[part.engine], settings, subject, directory)
         render_table(summary)
@@ -90,6 +90,6 @@ if __name__ == "__main__":
         """Tell what `main` would do."""
         part = part_asked(conf.resolved(run))
         sweep = (run.engines[part.engine], part.settings(run.eval), part.name)
-        tell(run.directory, run.eval, [sweep], run.target, run.draft)
+        tell(run.directory, run.eval, [sweep], run.target, run.draft, run.data.chat_template_kwargs)
 
     conf.stage("part", main, shared=True, dry_run=dry_run)

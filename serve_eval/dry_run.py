@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from featurize.tokenised import load_renderer
 from models.card import holds_target
@@ -29,6 +30,7 @@ def tell(
     sweeps: Sequence[tuple[EngineConfig, EvalConfig, str]],
     model: TargetConfig,
     draft: DraftConfig,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Print prompts, the reference decoder's work, the grid of the sweep, and the servers' commands.
 
@@ -38,13 +40,14 @@ def tell(
         run: the run's folder.
         sweeps: engine, settings and, where it is one of several, name of each part that is served.
         draft: says what the head will be, where it is not exported yet.
+        arguments: for the chat template (data.chat_template_kwargs).
 
     Raises:
         Refused: no usable prompts, or a sweep that is not possible with them.
     """
     target = describe_target(model, weights=False)
     check_tree(settings.drafting, target)
-    prompts = load_workload(settings, load_renderer(target, model))
+    prompts = load_workload(settings, load_renderer(target, model), arguments)
     routes = {route: len(group) for route, group in by_route(prompts).items()}
     export = run / "export"
     exported = (export / "export.json").exists()

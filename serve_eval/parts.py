@@ -78,7 +78,12 @@ def parts_of(values: Values) -> dict[str, Part]:
                 raise Refused(f"eval.methods names {method['method']} twice with the same k")
             mine = {key: value for key, value in settings.items() if key not in OF_THE_WHOLE}
             mine["methods"] = [] if index is None else [method]
-            made_by = {"target": values["target"], "engine": served, "eval": mine}
+            made_by = {
+                "target": values["target"],
+                "engine": served,
+                "eval": mine,
+                "chat_template_kwargs": values["data"]["chat_template_kwargs"],
+            }
             parts[name] = Part(name, str(engine), index, made_by)
     return parts
 

@@ -3,13 +3,14 @@
 Acceptance is a property of the traffic, so a prompt carries its route. It is rendered by the renderer that
 made the training documents, with the target's own chat template and generation prompt, here and once: the
 reference decoder and every server get the same ids, and no second template (a server's, with other
-defaults) can slip in between. Given up: a server's own chat route is not exercised.
+defaults) can slip in between. What the template is told, the thinking mode say, is what it was told for training,
+unless a row says otherwise. Given up: a server's own chat route is not exercised.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def _check_row(row: Any) -> str | None:
             return f"has a message without a role: {message!r:.60}"
         if not isinstance(message.get("content"), str):
             return f"has a message whose content is no string: {message!r:.60}"
+    if not isinstance(row.get("chat_template_kwargs") or {}, dict):
+        return "has chat_template_kwargs that are no object"
     if messages[-1]["role"] not in ("user", "tool"):
         return f"ends with role {messages[-1]['role']!r}; the last message must be the user's"
     if not messages[-1]["content"].strip():
@@ -61,22 +64,28 @@ def _check_row(row: Any) -> str | None:
     return None
 
 
-def render_row(row: dict[str, Any], renderer: Renderer, where: str) -> Prompt:
+def render_row(row: dict[str, Any], renderer: Renderer, where: str, arguments: Mapping[str, Any] = {}) -> Prompt:
     """The prompt of a row {id, route, messages, tools?, chat_template_kwargs?}.
+
+    Args:
+        arguments: for the chat template; the row's own come first.
 
     Raises:
         Refused: it cannot be rendered; the message names `where` it stands.
     """
-    tools, arguments = row.get("tools"), row.get("chat_template_kwargs")
+    told = {**arguments, **(row.get("chat_template_kwargs") or {})}
     try:
-        text = renderer.text(row["messages"], generation=True, tools=tools, arguments=arguments)
+        text = renderer.text(row["messages"], generation=True, tools=row.get("tools"), arguments=told)
         return Prompt(row["id"], row["route"], tuple(renderer.ids(text)))
     except Unusable as error:
         raise Refused(f"{where} cannot be rendered: {error}") from None
 
 
-def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt]:
+def load_prompts(files: Sequence[str | Path], renderer: Renderer, arguments: Mapping[str, Any] = {}) -> list[Prompt]:
     """Read JSON-lines files of `{"id", "route", "messages", "tools"?, "chat_template_kwargs"?}`, in order.
+
+    Args:
+        arguments: for the chat template; a row's own come first.
 
     Raises:
         Refused: no file is named, a file is missing or empty, or a row is malformed, repeats an id, or
@@ -107,7 +116,7 @@ def load_prompts(files: Sequence[str | Path], renderer: Renderer) -> list[Prompt
             if row["id"] in seen:
                 raise Refused(f"{where} repeats the id {row['id']!r} of {seen[row['id']]}")
             seen[row["id"]] = where
-            prompts.append(render_row(row, renderer, where))
+            prompts.append(render_row(row, renderer, where, arguments))
         if len(prompts) == before:
             raise Refused(f"eval.prompts: {file} holds no prompt")
     return prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ class Subject:
         return [describe(self.target), self.exported, contents(self.prompts)]
 
 
-def read_subject(export: Path, settings: EvalConfig, model: TargetConfig) -> Subject:
+def read_subject(export: Path, settings: EvalConfig, model: TargetConfig, arguments: Mapping[str, Any]) -> Subject:
     """Read the head, the target's description and the prompts.
+
+    Args:
+        arguments: for the chat template (data.chat_template_kwargs).
 
     Raises:
         Refused: the head is not exported, or was made for another target; no usable prompts.
@@ -54,5 +58,5 @@ def read_subject(export: Path, settings: EvalConfig, model: TargetConfig) -> Sub
     if told := differing_target(made_for, describe(target)):
         raise Refused(f"{export} was made for another target than {model.path} ({told}); export it again")
     weights = file_sha256(weights_file(export))
-    prompts = load_workload(settings, load_renderer(target, model))
+    prompts = load_workload(settings, load_renderer(target, model), arguments)
     return Subject(target, export, head, weights, head_key(export, weights), prompts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,14 @@ SETS = {
 }
 
 
-def load_set(name: str, place: str | None, count: int, renderer: Renderer) -> list[Prompt]:
+def load_set(
+    name: str, place: str | None, count: int, renderer: Renderer, arguments: Mapping[str, Any] = {}
+) -> list[Prompt]:
     """The first `count` prompts of each route of a common set.
 
     Args:
         place: file or folder where it is; None takes the hub's.
+        arguments: for the chat template.
 
     Raises:
         Refused: no such set, nothing there, or rows of another kind.
@@ -111,7 +114,7 @@ def load_set(name: str, place: str | None, count: int, renderer: Renderer) -> li
         if taken[route] < count:
             taken[route] += 1
             asked = {"id": f"{name}-{number}", "route": route, "messages": [{"role": "user", "content": text}]}
-            prompts.append(render_row(asked, renderer, f"{path}, row {number}"))
+            prompts.append(render_row(asked, renderer, f"{path}, row {number}", arguments))
         elif known.route is None:
             break
     if not prompts:
@@ -119,15 +122,19 @@ def load_set(name: str, place: str | None, count: int, renderer: Renderer) -> li
     return prompts
 
 
-def load_workload(settings: EvalConfig, renderer: Renderer) -> list[Prompt]:
+def load_workload(settings: EvalConfig, renderer: Renderer, arguments: Mapping[str, Any]) -> list[Prompt]:
     """All prompts of eval.prompts and eval.datasets.
+
+    Args:
+        arguments: for the chat template, as of the training data (data.chat_template_kwargs); a row's own come first.
 
     Raises:
         Refused: none is named, one cannot be read, or an id comes twice.
     """
-    prompts = load_prompts(settings.prompts, renderer) if settings.prompts or not settings.datasets else []
+    files = settings.prompts or not settings.datasets
+    prompts = load_prompts(settings.prompts, renderer, arguments) if files else []
     for name, place in settings.datasets.items():
-        prompts += load_set(name, place, settings.dataset_rows, renderer)
+        prompts += load_set(name, place, settings.dataset_rows, renderer, arguments)
     often = Counter(prompt.id for prompt in prompts)
     if twice := [name for name, count in often.items() if count > 1]:
         raise Refused(f"eval.prompts: the id {twice[0]!r} is that of a row of eval.datasets; call it otherwise")

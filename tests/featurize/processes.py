@@ -6,18 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
-def command(overrides: list[str], **options: Any) -> subprocess.Popen[str]:
+def command(overrides: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "featurize", *overrides],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **options,
     )

@@ -118,7 +118,7 @@ def test_b03_generation_markers_or_none_give_the_same_spans(make_tokenizer: Any,
         for template in (plain, marked)
     )
     assert found == wanted
-    assert len(wanted.spans) == 2
+    assert supervised(Renderer(make_tokenizer(plain, eos="<|im_end|>")), wanted) == ["a<|im_end|>", " b <|im_end|>"]
 
 
 THOUGHTS = (
@@ -278,6 +278,16 @@ def test_b08_six_rows_of_odd_shapes_are_trained_or_counted(family: Any, tmp_path
         "the chat template refuses it: Conversation roles must alternate user/assistant/user/assistant/...": ["3", "4"],
         "no supervised row": ["5"],
     }
+
+
+def test_b08_the_last_answer_alone_can_be_supervised(family: Any, tmp_path: Path) -> None:
+    turns = [("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    renderer = family("chatml")
+    ((_, rendered, conversation),) = render_documents(DataConfig([str(file)], turns="last"), renderer, Refusals())
+    check_served(renderer, conversation, 3, rendered)
+    assert supervised(renderer, rendered) == ["two<|im_end|>"]
 
 
 def test_ids_of_the_server_are_taken_as_they_are_where_nothing_comes_after(family: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -234,6 +235,24 @@ def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(
     assert contents(directory) == contents(reference.directory / "features")
 
 
+def test_b42_processes_that_start_apart_share_one_folder_and_relative_paths_are_from_where_they_started(
+    overrides: list[str], tiny_conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(tiny_conversations, tmp_path / "data/chats.jsonl")
+    relative = [*overrides, "root=runs", "data.conversations=[data/chats.jsonl]"]
+    first = command(relative, tmp_path)
+    time.sleep(1.5)
+    second = command(relative, tmp_path)
+    for process in (first, second):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    monkeypatch.chdir(tmp_path)
+    assert work(load(relative)) is False, "a third launch finds what they have made"
+
+
 def test_a_users_mistake_is_one_line_and_exit_code_2(overrides: list[str], tmp_path: Path) -> None:
     process = command([*overrides, f"data.conversations=[{tmp_path}/absent.jsonl]"])
     _, err = process.communicate(timeout=120)
@@ -281,6 +300,14 @@ def test_b07_features_of_another_target_template_or_layers_do_not_fit(run: Run, 
     run.target.path = str(template)
     with pytest.raises(Refused, match="tokenizer is .* in the store"):
         store.require(describe_target(run.target), LAYERS)
+
+
+def test_b09_features_that_call_their_final_plane_otherwise_do_not_fit(run: Run) -> None:
+    work(run)
+    contract, target = FeatureStore.open(run.directory / "features").contract, describe_target(run.target)
+    contract.require(target, LAYERS)
+    with pytest.raises(Refused, match="final is pre_norm in the store and post_norm in this run"):
+        replace(contract, final="pre_norm").require(target, LAYERS)
 
 
 def test_the_fingerprint_of_a_store_is_that_of_its_contents(run: Run) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StableLmConfig
 
 import featurize.vllm_extract
 from conf import Run, load
@@ -224,6 +225,12 @@ def test_b09_the_canary_passes_a_pre_norm_last_plane_and_stops_on_one_that_is_no
     message = r"the final plane differs" if against == "transformers" else r"lm_head\(final plane\) has the model's own"
     with pytest.raises(Refused, match=message):
         run_canary(setup.backend, tokenised, 4, plain, 2048)
+
+
+def test_b09_a_final_norm_that_is_more_than_a_weight_is_refused(tmp_path: Path) -> None:
+    StableLmConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="its final norm is not a weight.*use featurize.backend=transformers"):
+        final_norm(describe_target(TargetConfig(path=str(tmp_path))))
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+import conf
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ["featurize", "train", "models.export", "serve_eval"]
@@ -95,6 +98,12 @@ def test_the_seconds_of_each_stage_are_kept(folder: Path) -> None:
     timings = json.loads((folder / "runs/tiny/timings.json").read_text())
     assert len(timings) == len(STAGES)
     assert 0 < sum(timings.values()) < 90
+
+
+def test_b43_the_configuration_in_force_is_saved_by_every_stage(folder: Path, overrides: list[str]) -> None:
+    for stage in STAGES:
+        saved = OmegaConf.load(folder / f"runs/tiny/config/{stage.removeprefix('models.')}.yaml")
+        assert saved == conf.resolved(conf.load(overrides))
 
 
 def test_nothing_was_written_outside_the_run(folder: Path) -> None:

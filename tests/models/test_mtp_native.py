@@ -182,7 +182,7 @@ def test_a_full_disk_is_told_as_one_and_no_further_file_is_copied(tmp_path, monk
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrong", ["missing", "unexpected", "quantised"])
-def test_missing_and_unexpected_tensors_are_listed_and_refused(family, wrong, tmp_path):
+def test_b37_missing_and_unexpected_tensors_are_listed_and_refused(family, wrong, tmp_path):
     source = save_native(family, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     weight = next(name for name in names_of(family) if name.endswith("o_proj.weight"))

@@ -103,9 +103,11 @@ def test_fingerprints_tell_configurations_and_fine_tunes_apart(make_target):
 
 
 def test_b13_default_layers_that_collide_name_the_option_and_explicit_ones_set_the_width(make_target):
+    for depth, collided in ((5, r"\[2, 2, 2\]"), (6, r"\[2, 3, 3\]")):
+        target = describe(make_target(num_hidden_layers=depth))
+        with pytest.raises(Refused, match=rf"default for {depth} layers, {collided} must .* set target\.aux_layers"):
+            aux_layers(target, None)
     target = describe(make_target(num_hidden_layers=5))
-    with pytest.raises(Refused, match=r"target\.aux_layers"):
-        aux_layers(target, None)
     for layers in ([1, 2, 4], [2, 3]):
         config = Eagle3Config.for_target(target, aux_layers(target, layers), DraftConfig())
         assert Eagle3Head(config).fc.weight.shape == (64, len(layers) * 64)

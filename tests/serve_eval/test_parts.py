@@ -59,7 +59,7 @@ def apart(arguments: list[str], name: str) -> bool:
     run = conf.load([*arguments, f"eval.part={name}"])
     part = part_asked(conf.resolved(run))
     settings = part.settings(run.eval)
-    subject = read_subject(run.directory / "export", settings, run.target)
+    subject = read_subject(run.directory / "export", settings, run.target, {})
     return measure(part, run.engines[part.engine], settings, subject, folder(run.directory / "eval", part))[1]
 
 
@@ -183,6 +183,22 @@ def test_a_dry_run_tells_of_every_part(parts: Path, arguments: list[str], capsys
     told = capsys.readouterr().out
     assert [line for line in told.splitlines() if line.startswith("part ")] == [f"part {name}:" for name in NAMES]
     assert told.count("server none:") == 4 and told.count("server eagle3:") == 2
+
+
+def test_b41_prompts_are_rendered_with_the_arguments_of_the_training_data(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(settings: Any, renderer: Any, arguments: dict[str, Any]) -> None:
+        raise Refused(f"rendered with {arguments}")
+
+    for module in ("subject", "dry_run"):
+        monkeypatch.setattr(f"serve_eval.{module}.load_workload", told)
+    run = conf.load([*arguments, "data.chat_template_kwargs={enable_thinking: false}"])
+    for work in (evaluation.main, evaluation.dry_run):
+        with pytest.raises(Refused, match="rendered with {'enable_thinking': False}"):
+            work(run)
+    before, after = (parts_of(conf.resolved(each))["here-ngram"].made_by for each in (conf.load(arguments), run))
+    assert before != after, "a part that was measured with other prompts is not joined"
 
 
 def test_credentials_of_engines_are_masked_wherever_they_are_kept(arguments: list[str]) -> None:

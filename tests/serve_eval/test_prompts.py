@@ -79,6 +79,7 @@ def test_files_are_read_in_order_and_grouped_by_route(tmp_path: Path) -> None:
         (row("b", messages=["x"]), "message without a role"),
         (row("b", messages=[{"role": "user", "content": None}]), "content is no string"),
         (row("b", messages=[{"role": "assistant", "content": "x"}]), "ends with role 'assistant'"),
+        (row("b", chat_template_kwargs=["mode"]), "chat_template_kwargs that are no object"),
         (row("b", " \n"), "ends with an empty message"),
         (row("a", "again"), r"repeats the id 'a' of .*p\.jsonl:1"),
         (row("b", "poison"), "cannot be rendered.*must alternate"),

@@ -135,6 +135,14 @@ def test_a_further_concurrency_adds_its_cells_and_keeps_the_others(
     assert list(served["speedup"]) == ["1", "2"]
 
 
+def test_b38_neither_the_warm_up_nor_what_came_before_it_is_counted(
+    sweep: Callable[..., dict[str, Any]], fake_engine: Make, tmp_path: Path
+) -> None:
+    sweep(fake_engine())  # which has counted 100 drafts when it starts, and counts ten a request
+    drafts = [window["acceptance"]["drafts"] for window in lines(tmp_path) if window["method"] == "eagle3"]
+    assert drafts == [20] * 4
+
+
 def test_b38_counters_that_are_reset_give_no_al_and_a_word(
     sweep: Callable[..., dict[str, Any]], fake_engine: Make
 ) -> None:

@@ -129,13 +129,20 @@ def test_own_traffic_and_sets_are_one_workload_with_ids_of_their_own(tmp_path: P
     own = write(tmp_path / "own.jsonl", row("a"))
     sets: dict[str, str | None] = {"gsm8k": str(write(tmp_path / "g.jsonl", {"question": "q"}))}
     settings = EvalConfig(prompts=[str(own)], datasets=sets)
-    assert [prompt.route for prompt in load_workload(settings, Characters())] == ["chat", "gsm8k"]
-    assert [prompt.route for prompt in load_workload(EvalConfig(datasets=sets), Characters())] == ["gsm8k"]
+    assert [prompt.route for prompt in load_workload(settings, Characters(), {})] == ["chat", "gsm8k"]
+    assert [prompt.route for prompt in load_workload(EvalConfig(datasets=sets), Characters(), {})] == ["gsm8k"]
     write(tmp_path / "own.jsonl", row("gsm8k-1"))
     with pytest.raises(Refused, match="the id 'gsm8k-1'"):
-        load_workload(settings, Characters())
+        load_workload(settings, Characters(), {})
     with pytest.raises(Refused, match="names no file"):
-        load_workload(EvalConfig(), Characters())
+        load_workload(EvalConfig(), Characters(), {})
+
+
+def test_b41_every_prompt_is_rendered_as_the_training_data_was_unless_its_row_says_otherwise(tmp_path: Path) -> None:
+    own = write(tmp_path / "own.jsonl", row("a"), row("b", chat_template_kwargs={"mode": "?"}))
+    sets: dict[str, str | None] = {"gsm8k": str(write(tmp_path / "g.jsonl", {"question": "q"}))}
+    made = load_workload(EvalConfig(prompts=[str(own)], datasets=sets), Characters(), {"mode": "!"})
+    assert [said(prompt) for prompt in made] == ["<user>hi<assistant>!", "<user>hi<assistant>?", "<user>q<assistant>!"]
 
 
 def test_long_prompts_have_exactly_the_length_end_with_their_own_and_begin_differently(

@@ -83,8 +83,12 @@ def start(*commands: list[str], **variables: str) -> list[subprocess.Popen[str]]
 
 
 def finish(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
-    """Wait until all have ended well; returns what each said."""
-    said = [process.communicate(timeout=seconds)[1] for process in processes]
+    """Wait until all have ended well; returns what each said. What hangs is asked to end, and torchrun ends its own."""
+    try:
+        said = [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
     for process, text in zip(processes, said, strict=True):
         assert process.returncode == 0, text[-3000:]
     return said

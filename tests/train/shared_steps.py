@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from models.errors import Refused
 from tests.train.test_objective import make_objective, random_head, random_pack
@@ -28,6 +29,8 @@ from train.packs import Pack, row_count
 STEPS, SAVED = 6, 3
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, ema_decay=0.9)
 MUON = dataclasses.replace(OPTIM, muon_lr=1e-2)
+RATES: list[float] = []
+"""Learning rates that a torch optimizer had when it updated, since the last file."""
 # Per step, turn and process a pack: its documents as (length, spans).
 DEALT: list[list[list[Any]]] = [
     [[[(9, [(3, 9)]), (12, [(0, 3), (5, 11)])], [(4, [(2, 4)])]]],
@@ -88,7 +91,8 @@ def held(shared: ranks.Ranks) -> list[int]:
 
 def write(shared: ranks.Ranks, norms: list[float], path: Path) -> None:
     """What the test compares: every process's own view of the weights, and the main one's checkpoint."""
-    tensors = {"norms": torch.tensor(norms), "held": torch.tensor(held(shared))}
+    tensors = {"norms": torch.tensor(norms), "held": torch.tensor(held(shared)), "rates": torch.tensor(RATES)}
+    RATES.clear()
     with shared.whole():
         tensors |= {f"seen/{name}": value.detach().clone() for name, value in shared.parameters.items()}
     checkpoint = shared.checkpoint(resume.Progress(step=STEPS))
@@ -101,6 +105,7 @@ def write(shared: ranks.Ranks, norms: list[float], path: Path) -> None:
 
 def main(output: Path, strategies: list[str]) -> None:
     """Train with every strategy, then with every one from the checkpoint of the one before it."""
+    register_optimizer_step_pre_hook(lambda optimizer, *_: RATES.append(optimizer.param_groups[0]["lr"]))
     for strategy in strategies:
         shared = start(strategy, OPTIM, 1)
         norms = go_on(shared, 0, SAVED)

@@ -22,10 +22,11 @@ import train.__main__ as train_stage
 import train.loop
 from models.errors import Refused
 from tests.train.runs import final_head, finish, losses, place, start, train_here, wait_for
-from train.config import OptimConfig
+from train.config import OptimConfig, TrainerConfig
+from train.loop import Trainer
 from train.measure import Journal
 from train.optimizer import schedule
-from train.resume import checkpoints, step_of
+from train.resume import Progress, checkpoints, step_of
 from train.signals import PREEMPTED
 
 ZERO = importlib.util.find_spec("deepspeed") is not None
@@ -328,6 +329,20 @@ def test_b27_wandb_goes_on_in_the_same_run_by_its_own_step(features, tmp_path, m
     assert logged[0] == (7, {}), "the points after the checkpoint again, and never wandb's own step"
     assert all(options == {} for _, options in logged)
     assert ("define_metric", (("*",), {"step_metric": "step"})) in resumed.calls
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_b27_the_first_process_alone_logs(tmp_path, monkeypatch, rank):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    accelerator = types.SimpleNamespace(
+        is_main_process=rank == 0, is_local_main_process=True, num_processes=2, device=None
+    )
+    settings = TrainerConfig(wandb="offline")
+    trainer: Any = types.SimpleNamespace(accelerator=accelerator, directory=tmp_path, settings=settings, name="run")
+    journal = Trainer._open_journal(trainer, Progress())
+    assert (journal is None, fake.calls == [], list(tmp_path.iterdir()) == []) == (rank == 1,) * 3
 
 
 def test_b27_wandb_not_installed_is_one_clear_line(features, tmp_path, monkeypatch):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from models.errors import Refused
+from tests.train.test_objective import random_head
 from train.config import OptimConfig
-from train.optimizer import schedule
+from train.optimizer import Optimizer, schedule
 
 TOTAL = 100
 
@@ -40,3 +43,16 @@ WRONG = [
 def test_an_impossible_setting_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"optim.{next(iter(wrong))}="):
         OptimConfig(**wrong)
+
+
+def test_b26_optimizer_state_of_a_part_of_the_weights_is_refused():
+    head = random_head()
+    moments = {
+        f"{name}/{key}": torch.zeros_like(parameter)
+        for name, parameter in head.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    Optimizer(head, OptimConfig()).load_moments(moments, 3)
+    del moments["norm.weight/exp_avg"], moments["norm.weight/exp_avg_sq"]
+    with pytest.raises(Refused, match=r"no optimizer state for norm\.weight"):
+        Optimizer(head, OptimConfig()).load_moments(moments, 3)

@@ -1,11 +1,14 @@
-"""What a real run trains on, pack by pack: stopped in the middle and resumed with more processes, it is the same."""
+"""What a real run trains on, pack by pack, and how fast it learns from it: stopped in the middle and resumed with more
+processes, it is the same."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from train.signals import PREEMPTED
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).with_name("recorded.py")
-Log = list[tuple[int, list[int]]]
+PEAK, WARMUP = 1e-3, 3
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,8 @@ def arguments(tiny_target_dir, tiny_conversations, tmp_path_factory) -> list[str
         "data.validation_share=0",
         "featurize.shard_tokens=300",
         "draft.vocab_size=128",
+        f"optim.lr={PEAK}",
+        f"optim.warmup_steps={WARMUP}",
         "objective.unroll_steps=3",
         "objective.row_share=0.8",
         "trainer.epochs=3",
@@ -45,8 +50,21 @@ def arguments(tiny_target_dir, tiny_conversations, tmp_path_factory) -> list[str
     return arguments
 
 
-def train(arguments: list[str], record: Path, *, processes: int = 1, stop_after: int = -1) -> tuple[int, Log, str]:
-    """Exit code, what was trained on in the order of the plan, and what was said."""
+@dataclass
+class Told:
+    """Of a run: exit code and words, what it trained on in the order of the plan, and the rates of each process."""
+
+    code: int
+    said: str
+    packs: list[tuple[int, list[int]]]
+    rates: list[list[float]]
+
+    @property
+    def documents(self) -> list[int]:
+        return [document for _, documents in self.packs for document in documents]
+
+
+def train(arguments: list[str], record: Path, *, processes: int = 1, stop_after: int = -1) -> Told:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, str(RECORDED), *arguments],
@@ -57,36 +75,66 @@ def train(arguments: list[str], record: Path, *, processes: int = 1, stop_after:
         text=True,
         timeout=240,
     )
-    lines = [line for rank in range(processes) for line in Path(f"{record}.{rank}").read_text().splitlines()]
-    return done.returncode, sorted((seed, documents) for seed, documents in map(json.loads, lines)), done.stderr
+    packs, rates = (
+        [Path(f"{record}.{rank}{end}").read_text().splitlines() for rank in range(processes)] for end in ("", ".rates")
+    )
+    return Told(
+        done.returncode,
+        done.stderr,
+        sorted((seed, documents) for seed, documents in map(json.loads, sum(packs, []))),
+        [[float(rate) for rate in each] for each in rates],
+    )
 
 
-def test_b23_three_epochs_stopped_in_the_second_and_resumed_see_each_document_as_an_uninterrupted_run(
-    arguments, tmp_path
-):
-    root = Path(next(a for a in arguments if a.startswith("root=")).removeprefix("root="))
-    code, whole, said = train(arguments, tmp_path / "whole")
-    assert code == 0, said
-    everyone = [document for _, documents in whole for document in documents]
+@pytest.fixture(scope="module")
+def told(arguments, tmp_path_factory) -> tuple[Told, Told, Told]:
+    """One process uninterrupted; one that is stopped in the second epoch; two that go on from there."""
+    root, record = folder(arguments), tmp_path_factory.mktemp("records")
+    whole = train(arguments, record / "whole")
+    (root / "run/train").rename(record / "first")
+    until = next(at for at in range(len(whole.packs)) if sum(len(d) for _, d in whole.packs[:at]) >= 17) + 4
+    before = train(arguments, record / "before", stop_after=until)
+    return whole, before, train(arguments, record / "after", processes=2)
+
+
+def folder(arguments: list[str]) -> Path:
+    return Path(next(a for a in arguments if a.startswith("root=")).removeprefix("root="))
+
+
+def test_b23_three_epochs_stopped_in_the_second_and_resumed_see_each_document_as_an_uninterrupted_run(arguments, told):
+    whole, before, after = told
+    assert (whole.code, before.code, after.code) == (0, PREEMPTED, 0), whole.said + before.said + after.said
+    everyone = whole.documents
     assert len(everyone) == 3 * 17
     epochs = [everyone[at : at + 17] for at in (0, 17, 34)]
     assert all(sorted(epoch) == list(range(17)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert len({seed for seed, _ in whole}) == len(whole)
+    assert len({seed for seed, _ in whole.packs}) == len(whole.packs)
+    assert 17 < len(before.documents) < 34
+    assert before.packs + after.packs == whole.packs
 
+    root = folder(arguments)
     manifest = json.loads((root / "run/train/manifest.json").read_text())
     features = json.loads((root / "run/features/manifest.json").read_text())
     assert manifest["data"]["training"] == 17
     assert manifest["data"]["max_tokens"] == 60
     assert manifest["data"]["truncated"] == features["totals"]["truncated"]["documents"] > 0
-    assert "data: 17 documents to train on (0 held out, 0 without a supervised row)" in said
-    assert said.count("data.max_tokens=60 cut") == 1
+    assert "data: 17 documents to train on (0 held out, 0 without a supervised row)" in whole.said
+    assert whole.said.count("data.max_tokens=60 cut") == 1
 
-    (root / "run/train").rename(tmp_path / "first")
-    stop_after = next(at for at, (_, d) in enumerate(whole, 1) if sum(len(e) for _, e in whole[:at]) >= 17) + 4
-    code, before, said = train(arguments, tmp_path / "before", stop_after=stop_after)
-    assert code == PREEMPTED, said
-    assert 17 < sum(len(documents) for _, documents in before) < 34
-    code, after, said = train(arguments, tmp_path / "after", processes=2)
-    assert code == 0, said
-    assert before + after == whole
+
+def test_b22_the_learning_rate_is_a_function_of_the_update_whoever_makes_it_and_after_a_resume(told):
+    whole, before, after = told
+    (alone,), (stopped,), (first, second) = whole.rates, before.rates, after.rates
+    steps = len(alone)
+    assert steps < len(whole.packs), "a process alone accumulates the packs that two share"
+    assert WARMUP < len(stopped) < steps
+
+    def rate(step: int) -> float:
+        """Linear warm-up, then half a cosine."""
+        if step < WARMUP:
+            return PEAK * (step + 1) / WARMUP
+        return PEAK * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP))) / 2
+
+    assert alone == pytest.approx([rate(step) for step in range(steps)], rel=1e-12)
+    assert stopped + first == stopped + second == alone

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from safetensors.torch import load_file
 
 from models.errors import Refused
 from tests.train import runs, shared_steps
-from train import launch
+from train import launch, ranks
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import Average
 
@@ -62,6 +65,19 @@ def test_b16_weights_are_identical_on_both_processes(trained, strategy):
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_b22_every_strategy_updates_once_a_step_at_the_rate_of_that_step_and_so_does_the_one_that_goes_on(
+    trained, before, after
+):
+    factors = [0.5, 1, 1, *((1 + math.cos(math.pi * quarter)) / 2 for quarter in (0.25, 0.5, 0.75))]
+    wanted = shared_steps.OPTIM.lr * torch.tensor(factors)
+    torch.testing.assert_close(read(trained, "one/ddp")["rates"], wanted)
+    for process in (0, 1):
+        torch.testing.assert_close(read(trained, f"two/{before}", process)["rates"], wanted)
+        resumed = read(trained, f"two/{before}-{after}", process)["rates"]
+        torch.testing.assert_close(resumed, wanted[shared_steps.SAVED :])
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_b26_a_checkpoint_of_one_strategy_goes_on_with_another(trained, before, after):
     straight, resumed = read(trained, "one/ddp"), read(trained, f"two/{before}-{after}")
     for kind in ("seen/", "trained/", "average/", "moments/"):
@@ -87,6 +103,20 @@ def test_muon_trains_on_two_processes_as_on_one(trained):
     assert any("momentum_buffer" in name for name in one)
     for kind in ("norms", "seen/", "moments/"):
         assert_equals(part(two, kind), part(one, kind))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_b05_gradients_that_are_not_finite_are_refused_and_reach_no_weight(value):
+    accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    objective = shared_steps.objective_of(1)
+    shared = ranks.share(accelerator, "ddp", objective, OptimConfig())
+    for parameter in objective.head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    objective.head.norm.weight.grad[0] = value
+    before = {name: weight.clone() for name, weight in objective.head.state_dict().items()}
+    with pytest.raises(Refused, match="gradients of step 1 are not finite"):
+        shared.update(1.0, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in objective.head.state_dict().items())
 
 
 def test_the_average_rises_to_its_decay_and_is_the_weights_only_while_applied():
