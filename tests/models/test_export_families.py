@@ -233,7 +233,7 @@ def changed(directory, **changes):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_target_that_a_head_cannot_follow_is_refused_in_one_line(make_target, changes, told):
+def test_b09_a_target_that_a_head_cannot_follow_is_refused_in_one_line(make_target, changes, told):
     target = describe_target(TargetConfig(path=str(make_target())))
     settings = target.config.to_dict() | changes
     object.__setattr__(target, "config", SimpleNamespace(**settings))

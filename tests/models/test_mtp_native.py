@@ -47,7 +47,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_zero_step_fine_tune_writes_the_target_that_it_read(family, sharded, tmp_path):
+def test_b37_a_zero_step_fine_tune_writes_the_target_that_it_read(family, sharded, tmp_path):
     source = save_native(family, tmp_path / "source", sharded=sharded)
     before, whole = hashes(source), dict[str, torch.Tensor]()
     for path in source.glob("*.safetensors"):

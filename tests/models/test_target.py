@@ -14,7 +14,7 @@ from models.artefact import write_json
 from models.config import DraftConfig, TargetConfig
 from models.eagle3 import Eagle3Config, Eagle3Head
 from models.errors import Refused
-from models.rope import Rope, standardised
+from models.rope import REQUIRED, Rope, standardised
 from models.target import aux_layers, describe_target
 from models.vocabulary import choose_draft_vocabulary, ids_from_offsets, maps
 
@@ -194,6 +194,15 @@ def test_b34_an_unknown_rope_type_is_refused():
         standardised({"rope_type": "spiral", "rope_theta": 1e4})
     with pytest.raises(Refused, match="partial_rotary_factor"):
         standardised({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_b34_what_a_rope_type_reads_and_is_not_given_is_refused_rather_than_assumed(kind):
+    whole = {"rope_type": kind, **dict.fromkeys(REQUIRED[kind], 4.0)}
+    assert standardised(whole) == whole
+    for key in REQUIRED[kind]:
+        with pytest.raises(Refused, match=f"have no {key}; set draft.rope_parameters"):
+            standardised({name: value for name, value in whole.items() if name != key})
 
 
 def test_b20_the_draft_vocabulary_is_exact_ascending_and_padded_by_lowest_id():

@@ -329,6 +329,9 @@ def test_b27_wandb_goes_on_in_the_same_run_by_its_own_step(features, tmp_path, m
     assert logged[0] == (7, {}), "the points after the checkpoint again, and never wandb's own step"
     assert all(options == {} for _, options in logged)
     assert ("define_metric", (("*",), {"step_metric": "step"})) in resumed.calls
+    train = tmp_path / "run" / "train"
+    told = [line["step"] for line in Journal.read(train / "metrics.jsonl") if "loss" in line]
+    assert told == list(range(1, json.loads((train / "manifest.json").read_text())["steps"] + 1)), "each step once"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from models.errors import Refused
 from tests.train import runs, shared_steps
-from train import launch, ranks
+from train import launch, ranks, resume
 from train.config import OptimConfig, TrainerConfig
 from train.optimizer import Average
 
@@ -83,6 +84,12 @@ def test_b26_a_checkpoint_of_one_strategy_goes_on_with_another(trained, before, 
     for kind in ("seen/", "trained/", "average/", "moments/"):
         assert_equals(part(resumed, kind), part(straight, kind))
     torch.testing.assert_close(resumed["norms"], straight["norms"][shared_steps.SAVED :], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("run", "strategy"), [("one", "ddp"), *(("two", strategy) for strategy in STRATEGIES)])
+def test_b26_a_checkpoint_records_how_many_processes_wrote_it_and_how(trained, run, strategy):
+    state = json.loads((trained / run / strategy / resume.name_of(shared_steps.SAVED) / "state.json").read_text())
+    assert (state["processes"], state["strategy"]) == ({"one": 1, "two": 2}[run], strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
