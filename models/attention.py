@@ -1,7 +1,7 @@
 """Attention of unrolled drafting: rows attend to step-0 keys of their own past and to their own later keys.
 
 Row t at step k sees the step-0 keys of positions <= t of its document, and its own keys of steps 1 .. k
-(design, definition 3): exactly what a draft with a key-value cache sees when it is served. The fast path
+(docs/concepts.md): exactly what a draft with a key-value cache sees when it is served. The fast path
 walks over blocks of rows of one document, so nothing larger than [block, document] exists, forward or
 backward; only the output and its log-sum-exp are kept, and the scores are computed again in backward, as
 in FlashAttention (arXiv 2205.14135). `attend_oracle` is the same written as one dense masked softmax.

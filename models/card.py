@@ -128,14 +128,17 @@ def worth(story: Story, weights: str) -> str:
     """The section on acceptance, from the evaluation or else from the validation."""
     if measured := story.evaluated(weights):
         reference, served = measured["reference"], measured.get("served") or {}
-        rows = [_acceptance("all", reference)]
-        rows += [_acceptance(route, each) for route, each in sorted(reference["routes"].items())]
-        how = reference.get("how") or f"greedy, k = {measured['k']}"
-        text = (
-            "Mean acceptance length (AL: tokens per forward of the target, the bonus token included), "
-            f"{how}, measured by draftsmith's reference decoder:\n\n"
-            + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
-        )
+        text = ""
+        if reference is not None:
+            rows = [_acceptance("all", reference)]
+            rows += [_acceptance(route, each) for route, each in sorted(reference["routes"].items())]
+            how = reference.get("how") or f"greedy, k = {measured['k']}"
+            text = (
+                "Mean acceptance length (AL: tokens per forward of the target, the bonus token included), "
+                f"{how}, measured by draftsmith's reference decoder:\n\n"
+                + _table(["route", "AL", "acceptance by position", "drafting rounds"], rows)
+                + "\n\n"
+            )
         method = method_of_head(served)
         cells = [cell for cell in served.get("cells", []) if cell["method"] == method and cell["route"] == "all"]
         if cells:
@@ -144,10 +147,10 @@ def worth(story: Story, weights: str) -> str:
                 for c in cells
             ]
             text += (
-                f"\n\nIn {served['engine']} {served['version']} ({served['dtype']}, k={served['k']}, "
+                f"In {served['engine']} {served['version']} ({served['dtype']}, k={served['k']}, "
                 f"{measured['machine']}):\n\n" + _table(["concurrency", "AL", "tokens/s"], told)
             )
-        return text
+        return text.rstrip() or "Evaluated without the head: n/a."
     if story.validation:
         sampled = story.validation.get("val_al_sampled")
         return (

@@ -1,8 +1,8 @@
 """The unroll of a draft head over a pack (training-time test, arXiv 2503.01840), the same for every kind of head.
 
 Row t pairs what the target made of position t with the embedding of token t+1 at position t and predicts token
-t+2. Each further step k feeds token t+1+k, what the head itself made of the row, and position t+k (design,
-definitions 2 to 5). Step 0 computes keys and values for every position of the pack and all else only for its rows.
+t+2. Each further step k feeds token t+1+k, what the head itself made of the row, and position t+k
+(docs/concepts.md). Step 0 computes keys and values for every position of the pack and all else only for its rows.
 
 A head says how it fuses planes, what keys and values a row has, and what becomes of a row; whoever steps it does
 the attention: here over the pack, in the reference decoder over a cache. So a head is written once for both.

@@ -18,11 +18,12 @@ def main(run: Run) -> bool:
     from models.card import method_of_head
     from models.checkpoint import describe
     from models.drafts import kind
+    from models.errors import Refused
     from models.export import refresh_card
     from serve_eval.beside import read_others
     from serve_eval.joined import join, read_parts
     from serve_eval.parts import parts_of
-    from serve_eval.reference import Measurement, describe_draft_model, disagreements
+    from serve_eval.reference import NOT_MEASURED, Measurement, describe_draft_model, disagreements
     from serve_eval.report import render_table, write_report
     from serve_eval.servers import describe_machine
     from serve_eval.subject import read_subject
@@ -48,17 +49,25 @@ def main(run: Run) -> bool:
         render_table(found)
         return False
     sweep = in_server(run.eval)
+    if not parts and run.engine.kind == "none" and not run.eval.reference:
+        raise Refused(
+            "eval.reference=false engine.kind=none: nothing is left to measure; name a server, engine=vllm say"
+        )
     if not parts and run.engine.kind != "none":
         check_served_k(run.eval)
         check_possible(run.engine, sweep, prompts, subject.export)
 
-    measurement = Measurement(target, head, subject.exported, prompts, run.eval, directory)
-    measured = measurement.run()
+    measured, measurement = NOT_MEASURED, None
+    if run.eval.reference:
+        measurement = Measurement(target, head, subject.exported, prompts, run.eval, directory)
+        measured = measurement.run()
 
     def agree(served: dict[str, Any]) -> None:
         """Hold a server's AL to the reference decoder's, which answers greedily and to the natural stop."""
-        alike = method_of_head(served) is not None and not sweep.sampling and not sweep.ignore_eos
-        served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens) if alike else {}
+        served["agreement"] = {}
+        if measurement is None or method_of_head(served) is None or sweep.sampling or sweep.ignore_eos:
+            return
+        served["agreement"] = measurement.agreement(served, served["k"], sweep.max_new_tokens)
         served["warnings"] += disagreements(served["agreement"])
 
     summary: dict[str, Any] = {
@@ -89,13 +98,13 @@ def main(run: Run) -> bool:
             settings=sweep,
             target_path=target.path,
             head=subject.export,
-            k=run.eval.served_k or measured["best_k"],
+            k=run.eval.served_k or measured["best_k"] or run.eval.k,
             prompts=prompts,
             directory=directory,
         )
         agree(served)
         summary["lossless"] |= lossless_in(run.engine, served)
-        summary["served"] = served
+        summary |= {"served": served} if run.eval.reference else {"served": served, "k": served["k"]}
     write_json(path, summary)
     write_report(summary, directory / "report.html")
     refresh_card(run.directory, run.export, run.target)

@@ -45,6 +45,8 @@ def read_others(
                 "these settings"
             )
         reference = summary["reference"]
+        if reference is None:
+            raise Refused(f"eval.compare_with: run {name} was evaluated with eval.reference=false; evaluate it with it")
         als = {route: each["al"] for route, each in reference["routes"].items()}
         found.append({"run": name, "kind": summary.get("kind", "EAGLE-3"), "al": reference["al"], "routes": als})
     return found

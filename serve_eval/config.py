@@ -169,10 +169,12 @@ class EvalConfig:
         prompts: JSON-lines files of evaluation conversations (id, route, messages ending with a user).
         datasets: common sets by name (`serve_eval.workloads.SETS`) -> local file or folder, or null for the hub.
         dataset_rows: prompts taken of each of them, the first.
+        reference: measure acceptance with the reference decoder, too, which holds the target in fp32 on one device. Of
+            a larger target leave it out: acceptance is then what the server's counters say.
         k: drafted tokens per step in the reference decoder: the length of a chain, the depth of a tree.
         drafting: what the reference decoder drafts with, and how tokens are drawn.
         served_k: drafted tokens in the server; null takes the k that the reference's own measurement
-            of costs and acceptance says is fastest at concurrency 1.
+            of costs and acceptance says is fastest at concurrency 1, or without a reference `k`.
         max_new_tokens: tokens per answer.
         served_new_tokens: tokens per answer in the served sweep; null for as many.
         batch_size: requests decoded together by the reference decoder.
@@ -200,6 +202,7 @@ class EvalConfig:
     prompts: list[str] = field(default_factory=list)
     datasets: dict[str, str | None] = field(default_factory=dict)
     dataset_rows: int = 80
+    reference: bool = True
     k: int = 4
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     served_k: int | None = None
@@ -231,6 +234,11 @@ class EvalConfig:
                 raise ValueError(f"eval.{key}={value} must be at least 1")
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"eval.concurrencies={self.concurrencies} must name at least one positive number")
+        if self.compare_with and not self.reference:
+            raise ValueError(
+                f"eval.compare_with={self.compare_with} compares what the reference decoder measures: set "
+                "eval.reference=true"
+            )
         if self.warmup_requests < 0:
             raise ValueError(f"eval.warmup_requests={self.warmup_requests} must not be negative")
         if self.request_timeout_s <= 0:

@@ -6,7 +6,7 @@ and adds the target's own next token (the bonus). So the output is the target's,
 in distribution when sampling, whatever is proposed. Requests of different lengths share a batch.
 
 The accounting is the servers': a round counts once it drafted, with all tokens the target confirmed, even
-those behind a stop; AL = 1 + accepted / rounds (design, definition 10).
+those behind a stop; AL = 1 + accepted / rounds (docs/concepts.md).
 
 Legend: B requests, Q new positions per request, M nodes of a draft tree, L tokens emitted by the longest path, A aux
 planes, H hidden.

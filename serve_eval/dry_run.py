@@ -15,7 +15,7 @@ from models.target import describe_target
 from serve_eval.config import EvalConfig, MethodConfig
 from serve_eval.methods import Method, methods_of
 from serve_eval.prompts import Prompt, by_route
-from serve_eval.reference import check_tree, spoken
+from serve_eval.reference import check_tree, fp32_bytes, spoken
 from serve_eval.servers import describe_machine, speculation
 from serve_eval.sweep import check_possible, check_served_k, choose, in_server
 from serve_eval.workloads import load_workload
@@ -53,11 +53,15 @@ def tell(
     exported = (export / "export.json").exists()
     print(f"head: {export}" + ("" if exported else " (not there yet)"))
     print(f"prompts: {len(prompts)}, " + ", ".join(f"{route} {count}" for route, count in routes.items()))
-    drafter = "the head, " if settings.drafting.method == "eagle3" else ""
-    print(
-        f"reference decoder: {drafter}{spoken(settings.drafting, settings.k)}, up to "
-        f"{len(prompts) * settings.max_new_tokens:,} tokens in batches of {settings.batch_size} on {settings.device}"
-    )
+    if settings.reference:
+        drafter = "the head, " if settings.drafting.method == "eagle3" else ""
+        tokens, held = len(prompts) * settings.max_new_tokens, fp32_bytes(target) / 1e9
+        print(
+            f"reference decoder: {drafter}{spoken(settings.drafting, settings.k)}, up to {tokens:,} tokens in batches "
+            f"of {settings.batch_size} on {settings.device}; target in fp32: {held:.1f} GB"
+        )
+    else:
+        print("reference decoder: none (eval.reference=false); acceptance by the server's counters")
     if settings.compare_with:
         print(f"beside it: {', '.join(settings.compare_with)}, which must be evaluated before")
     of_head = None if exported else "eagle3" if draft.algorithm == "eagle3" else "mtp"
@@ -75,7 +79,11 @@ def tell(
         _tell_grid(sweep, methods, prompts)
         for method in methods:
             print(f"server {method.name}: {_server(engine, target.path, method, export if inside else None)}")
-        if asked.served_k is None and any(each.k is None for each in asked.methods or [MethodConfig()]):
+        if (
+            settings.reference
+            and asked.served_k is None
+            and any(each.k is None for each in asked.methods or [MethodConfig()])
+        ):
             print(f"k of methods that name none: what the reference decoder finds best, {asked.k} in these lines")
     print(f"machine: {describe_machine()}")
     print(f"writes: {run / 'eval'}")

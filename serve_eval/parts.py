@@ -21,7 +21,7 @@ from serve_eval.config import HEAD, METHODS, EvalConfig
 Values = Mapping[str, Any]
 """A resolved configuration as plain values."""
 
-OF_THE_WHOLE = ("part", "k", "drafting", "batch_size", "device", "compare_with")
+OF_THE_WHOLE = ("part", "reference", "k", "drafting", "batch_size", "device", "compare_with")
 """Of `eval`: what no part reads, but the reference decoder and the report."""
 
 

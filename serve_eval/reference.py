@@ -6,6 +6,7 @@ Written to reference.json when it is whole, and found there by the next call wit
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -146,11 +147,38 @@ class Reference:
         return [found[prompt.id] for prompt in prompts]
 
 
+def fp32_bytes(target: Target) -> int:
+    """What the target's weights take in fp32, by its configuration alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(target.config, trust_remote_code=target.trust_remote_code)
+    return 4 * sum(weight.numel() for weight in model.parameters())
+
+
+def check_memory(target: Target, device: torch.device) -> None:
+    """Check that the target fits in fp32 where the reference decoder runs.
+
+    Raises:
+        Refused: it does not.
+    """
+    needed = fp32_bytes(target)
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise Refused(
+            f"the reference decoder holds {target.path} in fp32: {needed / 1e9:.0f} GB, and {device} has "
+            f"{there / 1e9:.0f} GB; with eval.reference=false acceptance is what the server's counters say"
+        )
+
+
 def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_model: Target | None) -> Reference:
     """Load the target, and the draft model where there is one, in fp32 beside the head.
 
     Raises:
-        Refused: the target names no eos_token_id, so no answer would ever end; or a model cannot be loaded.
+        Refused: the target names no eos_token_id, so no answer would ever end; or a model cannot be loaded or held.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -159,6 +187,7 @@ def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_
         raise Refused(f"{target.path} names no eos_token_id in config.json or generation_config.json")
     transformers_logging.disable_progress_bar()
     device = choose_device(settings.device, "eval.device")
+    check_memory(target, device)
 
     def load(model: Target) -> Any:
         try:
@@ -172,6 +201,10 @@ def load_reference(target: Target, head: DraftHead, settings: EvalConfig, draft_
     drafting = load(draft_model) if draft_model is not None else None
     head = head.float().eval().to(device)
     return Reference(load(target), head, set(target.eos_ids), settings.batch_size, drafting)
+
+
+NOT_MEASURED: dict[str, Any] = {"reference": None, "lossless": None, "costs_ms": None, "best_k": None}
+"""What `Measurement.run` returns of an evaluation without it."""
 
 
 class Measurement:

@@ -66,6 +66,12 @@ def verdict(summary: Summary) -> list[str]:
     losses = [route for route, ratio in here.items() if ratio is not None and ratio <= 1]
     pooled = served["speedup"].get(str(lowest))
     engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(served["engine"], served["engine"])
+    if not reference and method_of_head(served):
+        al = pooled_cells(served)[head_of(served), lowest]["al"]
+        if al is not None:
+            told.append(
+                f"The head yields {number(al)} tokens per target forward (k = {served['k']}, {engine}'s counters)."
+            )
     without = "without the head" if method_of_head(served) else "without speculation"
     within = (served.get("interval") or {}).get(str(lowest))
     sure = f" ({number(within[0])} to {number(within[1])} at 95 % confidence)" if within else ""

@@ -134,7 +134,7 @@ def lossless_in(engine: EngineConfig, served: dict[str, Any]) -> dict[str, Any]:
 
 def check_served_k(settings: EvalConfig) -> None:
     """Raise Refused where the reference decoder's best k would be that of another method than the head."""
-    if settings.drafting.method != "eagle3" and settings.served_k is None:
+    if settings.reference and settings.drafting.method != "eagle3" and settings.served_k is None:
         raise Refused(
             "eval.served_k must be given: the server drafts with the head, and the best k of the reference decoder "
             f"is that of eval.drafting.method={settings.drafting.method}"

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +169,12 @@ def test_b43_every_command_in_the_documents_exists_and_composes(document: str) -
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_make_alone_lists_the_targets() -> None:
+    told = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert {line.split()[0] for line in told.stdout.splitlines()[1:]} >= {"demo", "test", "lint", "clean"}
 
 
 def test_every_make_target_in_readme_exists() -> None:

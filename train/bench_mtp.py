@@ -3,7 +3,7 @@
 A tiny target and an MTP module are trained together from scratch, the module for the next but one token alone, as
 modules that come with a target are. From there it is trained on twice, with the same packs, steps and learning rate,
 on what the target itself says: once for one step (K = 1), once with the unroll. Both are then judged as they would be
-served, used again for every token of a draft: simulated AL (design, definition 9) on texts that none was trained on.
+served, used again for every token of a draft: simulated AL (docs/concepts.md) on texts that none was trained on.
 
 The language has words of several tokens, each followed by one of a few others, so that a draft can be right at any
 length and has to know where in a word it is. Legend: B texts, L tokens of a text, V vocabulary.

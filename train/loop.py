@@ -184,6 +184,11 @@ class Trainer:
         journal = self._open_journal(progress)
         if journal is not None:
             log.info(self.stock.line())
+            if not self.validation:
+                log.warning(
+                    "no document is held out: AL is not simulated, and the last checkpoint counts as the best; raise "
+                    "data.validation_share"
+                )
             if self.settings.packs_per_step < self.accelerator.num_processes:
                 log.warning(
                     "trainer.packs_per_step=%d gives %d of %d processes nothing to do; raise it to a multiple of them",

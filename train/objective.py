@@ -2,7 +2,7 @@
 
 The head is unrolled as it drafts, on its own outputs (training-time test, EAGLE-3, arXiv 2503.01840). Per unroll step
 k the loss is the sum over supervised rows of a divergence (train/losses.py) of the head from the target on the draft
-vocabulary, divided by the global number of such rows and weighted by step (design, definition 7). The counts come from
+vocabulary, divided by the global number of such rows and weighted by step. The counts come from
 the plan, so no process has to ask another.
 
 Legend: T positions of a pack, F teacher positions, R rows of a step, H head hidden, P target hidden, D draft
@@ -136,7 +136,7 @@ def judge(objective: Objective, pack: Pack, steps: Sequence[Step]) -> tuple[torc
     """Greedy hits and expected acceptances of unrolled rows, against the target's full vocabulary.
 
     A row that a step no longer supervises counts as not accepted there; a target token outside the draft
-    vocabulary is a miss (design, definitions 8 and 9). Of teachers that are kept as their likeliest draft tokens
+    vocabulary is a miss (docs/concepts.md). Of teachers that are kept as their likeliest draft tokens
     (featurize.teacher_k) hits are as exact, since the target's argmax is kept, too; acceptances count those tokens
     alone and are lower bounds, short of the whole by no more than the target's probability of the other draft tokens.
 

@@ -1,6 +1,6 @@
 """A pack: several documents end to end that never attend to one another, read from the store ahead of its use.
 
-Which rows a pack supervises follows from the spans alone (design, definition 4): row t at step k when tokens
+Which rows a pack supervises follows from the spans alone (docs/concepts.md): row t at step k when tokens
 t+1 .. t+2+k lie in one span. Reading copies each plane once, from the memory map into the pack; that and the
 checksums of shards release the interpreter, so threads are enough to do it beside the training. Compact planes
 stay as they are stored until the pack is on its device, and are decoded there. A store that keeps the likeliest tokens

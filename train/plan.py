@@ -94,7 +94,7 @@ class Corpus:
 
     @classmethod
     def of(cls, documents: Sequence[Document], costs: Costs, unroll_steps: int) -> Corpus:
-        """Count rows (design, definition 4) and work of every document."""
+        """Count rows (docs/concepts.md) and work of every document."""
         count = len(documents)
         tokens_N = np.fromiter((document.length for document in documents), np.int64, count)
         spans_N = np.fromiter((len(document.spans) for document in documents), np.int64, count)

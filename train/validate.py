@@ -1,4 +1,4 @@
-"""Simulated acceptance length on held-out conversations (design, definition 9)."""
+"""Simulated acceptance length on held-out conversations (docs/concepts.md)."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 import conf
 from models.eagle3 import Eagle3Config
 from models.target import aux_layers
+from serve_eval.reference import fp32_bytes
 from tests.conf.arithmetic import of_experiment, of_target
 from tests.conf.shapes import SHAPES, described
 
@@ -63,6 +64,12 @@ def test_a_target_that_thinks_keeps_its_settings_whatever_groups_are_chosen(name
 def test_a_quantised_target_is_extracted_as_it_is_served(name: str) -> None:
     run = conf.load(["name=a", f"target={name}", "data=jsonl", "engine=vllm", "featurize=vllm"])
     assert (run.featurize.backend, run.featurize.canary_against, run.engine.kind) == ("vllm", "engine", "vllm")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_reference_decoder_is_for_targets_that_one_device_holds_in_fp32(name: str) -> None:
+    fits = fp32_bytes(described(name)) < 80e9
+    assert conf.load(["name=a", f"target={name}"]).eval.reference is fits
 
 
 @pytest.mark.parametrize("name", SHAPES)

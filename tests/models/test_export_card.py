@@ -131,6 +131,13 @@ def test_the_card_has_the_evaluations_acceptance_by_route_when_it_measured_these
     assert "Not evaluated with these weights" in card(run) and "2.875" not in card(run)
 
 
+def test_the_card_tells_of_the_server_alone_where_the_reference_decoder_was_left_out(run):
+    evaluation(run, file_sha256(run / "export/model.safetensors"))
+    summary = json.loads((run / "eval/summary.json").read_text())
+    write_json(run / "eval/summary.json", summary | {"reference": None, "best_k": None})
+    assert "| 4 | 2.900 | 81.5 |" in card(run) and "reference decoder" not in card(run)
+
+
 def test_the_card_tells_of_the_head_alone_whatever_was_measured_beside_it(run):
     evaluation(run, file_sha256(run / "export/model.safetensors"))
     summary = json.loads((run / "eval/summary.json").read_text())

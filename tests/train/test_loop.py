@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import signal
@@ -90,6 +91,12 @@ def test_a_step_that_supervises_no_row_has_neither_loss_nor_accuracy(features, t
     assert last["loss_per_step"][0] > 0 and last["loss_per_step"][-1] is None
     assert last["accuracy"][-1] is None
     assert (tmp_path / "run" / "train" / "curves.png").exists()
+
+
+def test_a_run_without_a_held_out_document_says_so(features, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        train_here([*place(features, tmp_path), "data.validation_share=0", "trainer.epochs=1"])
+    assert "no document is held out: AL is not simulated, and the last checkpoint counts as the best" in caplog.text
 
 
 def test_a_line_of_the_journal_that_is_no_json_is_left_out_with_a_warning(tmp_path, caplog):
