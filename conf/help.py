@@ -41,7 +41,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
     ),
     "featurize.generate": (
         ("generate", "target"),
-        ("experiment=demo", "name=mine target=qwen3-8b 'generate.urls=[http://127.0.0.1:8000/v1]'"),
+        (
+            "experiment=demo",
+            "name=mine target=qwen3-8b 'generate.prompts=[questions.jsonl]' generate.model=Qwen/Qwen3-8B",
+        ),
     ),
     "featurize.inspect": (
         (*DATA, "inspect"),

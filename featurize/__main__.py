@@ -52,6 +52,8 @@ def work(run: Run) -> bool:
         require_inputs(directory, inputs)
         if not streaming and is_complete(directory, inputs):
             return False
+        if run.featurize.backend == "transformers":  # before a long wait; of a server's accelerator nothing is taken
+            choose_device(run.featurize.device)
         tokenised = load_or_tokenise(directory, run.data, target, run.target, inputs)
     units = cut_units(tokenised, run.featurize.shard_tokens, everywhere)
     drafted = None if kept_k is None else Drafted.of(tokenised, kept_k, target, drafts, share)

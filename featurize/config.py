@@ -139,8 +139,11 @@ class FeaturizeConfig:
     timeout_s: float = 600
 
     def __post_init__(self) -> None:
-        if self.batch_tokens < 1 or self.shard_tokens < 1:
-            raise ValueError("featurize.batch_tokens and featurize.shard_tokens must be at least 1")
+        for key in ("batch_tokens", "shard_tokens", "in_flight"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"featurize.{key}={getattr(self, key)} must be at least 1")
+        if self.canary_documents < 0:
+            raise ValueError(f"featurize.canary_documents={self.canary_documents} must not be negative; 0 skips it")
         if self.encoding not in ENCODING_NAMES:
             raise ValueError(f"featurize.encoding={self.encoding} is none of {', '.join(ENCODING_NAMES)}")
         if self.teacher_k is not None and self.teacher_k < 1:
@@ -158,8 +161,8 @@ class FeaturizeConfig:
                 f"featurize.url={self.url} must begin with http:// and needs featurize.planes_directory, the folder "
                 "where that server leaves its files"
             )
-        if self.in_flight < 1 or self.timeout_s <= 0:
-            raise ValueError("featurize.in_flight must be at least 1 and featurize.timeout_s above 0")
+        if not self.timeout_s > 0:
+            raise ValueError(f"featurize.timeout_s={self.timeout_s} must be above 0")
 
 
 @dataclass
@@ -221,7 +224,8 @@ class GenerateConfig:
         output: JSON-lines file that grows; a .gz of it is what `pack` writes.
         prompts: sources (as in data.conversations) whose users' messages are answered; none lets the target make
             them up.
-        conversations: how many to make, or to take from `prompts`.
+        conversations: how many to make, which `routes` need; with `prompts`, only so many of them are answered, and
+            null answers all.
         routes: openings and settings per route; a route of `prompts` that is not named here has the defaults.
         user_temperature: user turns are sampled at this temperature, top-p 0.95.
         temperature: answers are sampled at this temperature (0 = greedy) ...
@@ -236,19 +240,19 @@ class GenerateConfig:
     model: str = "target"
     output: str = "${root}/${name}/conversations.jsonl"
     prompts: list[str] = field(default_factory=list)
-    conversations: int = 1000
+    conversations: int | None = None
     routes: dict[str, RouteConfig] = field(default_factory=dict)
     user_temperature: float = 1.0
     temperature: float = 0.8
     sampled_share: float = 0.25
     max_user_tokens: int = 160
-    max_answer_tokens: int = 192
+    max_answer_tokens: int = 2048
     concurrency: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
         for key in ("conversations", "max_user_tokens", "max_answer_tokens", "concurrency"):
-            if getattr(self, key) < 1:
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"generate.{key}={getattr(self, key)} must be at least 1")
         for key in ("user_temperature", "temperature"):
             if not 0 <= getattr(self, key) < math.inf:

@@ -137,7 +137,8 @@ def parse_message(message: Any) -> tuple[dict[str, Any], bool]:
                 raise Unusable("token_ids of an assistant message is not a list of token ids")
             parsed["token_ids"] = ids
     if not isinstance(content, str):
-        raise Unusable(f"content of a {role} message is {type(content).__name__}, not text")
+        article = "an" if role == "assistant" else "a"
+        raise Unusable(f"content of {article} {role} message is {type(content).__name__}, not text")
     return {"role": role, "content": content, **parsed}, (
         role == "assistant" and message.get("finish_reason") == "length"
     )

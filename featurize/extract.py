@@ -133,6 +133,9 @@ def choose_device(requested: str, key: str = "featurize.device") -> torch.device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(requested)
+    except RuntimeError:  # it lists all that torch was ever built for
+        raise Refused(f"{key}={requested} is no device of torch; say auto, cpu, cuda or cuda:1") from None
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"{key}={requested} cannot be used ({str(error).splitlines()[0]})") from None

@@ -43,7 +43,7 @@ from featurize.sources import describe_sources, read_conversations
 from featurize.spans import Renderer
 from featurize.speakers import InProcess, Servers, Unanswered, Unfilled
 from featurize.tokenised import load_renderer
-from models.artefact import fingerprint, read_json, write_bytes, write_json
+from models.artefact import differences, read_json, write_bytes, write_json
 from models.config import TargetConfig
 from models.errors import Refused
 from models.target import Target, describe_target
@@ -73,11 +73,18 @@ def plan_slots(config: GenerateConfig) -> list[Slot]:
         refusals = Refusals()
         read = islice(read_conversations(DataConfig(config.prompts), refusals, prompts=True), config.conversations)
         slots = [Slot(c.id, c.route, sampled(i), prompt=c) for i, c in enumerate(read)]
+        if len(slots) == config.conversations:
+            log.info("generate.conversations=%d: no prompt is read after so many; null takes all", len(slots))
         for line in refusals.lines():
             log.warning("left out: %s", line)
         return slots
     if not config.routes:
-        raise Refused("generate.routes is empty; name at least one route with its openings, or generate.prompts")
+        raise Refused(
+            "there is nothing to ask: name files of users' messages in generate.prompts, or openings in "
+            "generate.routes (generate=demo has some)"
+        )
+    if config.conversations is None:
+        raise Refused("generate.conversations is null; say how many generate.routes are to have")
     names = sorted(config.routes)
     shares = list(accumulate((config.routes[name].share for name in names), initial=0.0))
     ends = [round(config.conversations * share / shares[-1]) for share in shares]  # so that counts add up to the whole
@@ -196,13 +203,23 @@ def check_identity(config: GenerateConfig, target: Target, output: Path) -> None
     """
     free = ("urls", "model", "output", "conversations", "concurrency", "prompts")
     settings = {key: value for key, value in asdict(config).items() if key not in free}
-    prompts = describe_sources(DataConfig(config.prompts)) if config.prompts else []
-    identity = fingerprint([target.config_hash, target.weights_hash, settings, prompts])
+    prompts = describe_sources(DataConfig(config.prompts), prompts=True) if config.prompts else []
+    made_of = {
+        "target configuration": target.config_hash,
+        "target weights": target.weights_hash,
+        "generate": settings,
+        "generate.prompts (contents)": prompts,
+    }
     record = output.with_name(output.name + ".identity.json")
     if not record.exists():
-        write_json(record, {"identity": identity})
-    elif read_json(record).get("identity") != identity:
-        raise Refused(f"{output} was begun by another target or with other settings; choose another generate.output")
+        write_json(record, made_of)
+        return
+    told = [
+        f"{key} (was {was}, is {now})" if key.startswith("generate.") and "contents" not in key else key
+        for key, was, now in differences(read_json(record), made_of)
+    ]
+    if told:
+        raise Refused(f"{output} was begun with other inputs: {', '.join(told)}; choose another generate.output")
 
 
 def fill_and_pack(config: GenerateConfig, settings: TargetConfig, servers: Start | None = None) -> bool:

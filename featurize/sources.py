@@ -70,17 +70,25 @@ def contents(path: Path) -> str:
     return fingerprint([[str(file.relative_to(path)), file_sha256(file)] for file in files])
 
 
-def describe_sources(data: DataConfig) -> Any:
+def option(name: str, prompts: bool) -> str:
+    """The option that names the files of the source `name` of `sources`."""
+    return f"data.mixture.{name}.paths" if name else "generate.prompts" if prompts else "data.conversations"
+
+
+def describe_sources(data: DataConfig, *, prompts: bool = False) -> Any:
     """What decides which conversations are read and in which order, by contents.
+
+    Args:
+        prompts: its conversations are `generate.prompts`.
 
     Raises:
         Refused: nothing is named, or something is missing.
     """
     if not data.mixture:
-        return [contents(locate(name)) for name in sources(data)[""].paths]
+        return [contents(locate(path, option("", prompts))) for path in sources(data)[""].paths]
     return [
-        asdict(source) | {"paths": [contents(locate(name)) for name in source.paths]}
-        for source in data.mixture.values()
+        asdict(source) | {"paths": [contents(locate(path, option(name, prompts))) for path in source.paths]}
+        for name, source in data.mixture.items()
     ]
 
 
@@ -105,8 +113,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise Refused(
-            f"{file}:{number} is not JSON ({error}); data.conversations wants one JSON object a line, or .parquet or "
-            ".arrow files"
+            f"{file}:{number} is not JSON ({error}); wanted are files of one JSON object a line, or .parquet or .arrow"
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise Refused(f"{file} is damaged after row {number} ({error}); copy it again") from None
@@ -163,10 +170,10 @@ def folder_rows(folder: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]
         raise Refused(f"{folder} cannot be read as a data set, split {source.split}: {reason}") from None
 
 
-def source_rows(source: SourceConfig) -> Iterator[tuple[str, Iterator[tuple[str, Any]]]]:
-    """Name and rows, each with its place, of every file or folder of a source."""
+def source_rows(source: SourceConfig, key: str) -> Iterator[tuple[str, Iterator[tuple[str, Any]]]]:
+    """Name and rows, each with its place, of every file or folder of a source, which option `key` names."""
     for name in source.paths:
-        path = locate(name)
+        path = locate(name, key)
         if path.is_dir():
             rows = folder_rows(path, source)
         else:
@@ -174,13 +181,13 @@ def source_rows(source: SourceConfig) -> Iterator[tuple[str, Iterator[tuple[str,
         yield str(path), ((f"{path}:{number}", row) for number, row in rows)
 
 
-def read_source(source: SourceConfig, refusals: Refusals, *, prompts: bool = False) -> Iterator[Conversation]:
-    """Every usable conversation of one source, in order.
+def read_source(source: SourceConfig, key: str, refusals: Refusals, *, prompts: bool = False) -> Iterator[Conversation]:
+    """Every usable conversation of one source, whose files option `key` names, in order.
 
     Raises:
         Refused: something cannot be read, or not one row of a file or folder is usable.
     """
-    for name, rows in source_rows(source):
+    for name, rows in source_rows(source, key):
         usable, reason = False, "it is empty"
         for place, row in rows:
             try:
@@ -206,7 +213,7 @@ def read_conversations(data: DataConfig, refusals: Refusals, *, prompts: bool = 
     """
     seen: set[str] = set()
     parts = list(sources(data).items())
-    streams = [read_source(source, refusals, prompts=prompts) for _, source in parts]
+    streams = [read_source(source, option(name, prompts), refusals, prompts=prompts) for name, source in parts]
     taken = [0] * len(parts)
     while True:
         turn = min(range(len(parts)), key=lambda i: ((taken[i] + 1) / parts[i][1].weight, i))

@@ -12,10 +12,15 @@ import httpx
 
 from featurize.config import GenerateConfig
 from featurize.spans import Renderer
+from models.errors import Refused
 from models.target import Target
 
 TRIES = 4
 """Times that a request is sent before it has failed."""
+
+
+PASSING = (408, 409, 425, 429)
+"""Statuses of a refusal that the same request need not meet a second time."""
 
 
 class Unfilled(Exception):
@@ -45,6 +50,17 @@ class Speaker(Protocol):
         ...
 
 
+def reason_of(response: httpx.Response) -> str:
+    """Why a server refuses, in its own words, as vLLM, SGLang or FastAPI puts them: one line."""
+    try:
+        body = response.json()
+        body = body.get("error", body)
+        text = str(body.get("message") or body["detail"])
+    except (ValueError, AttributeError, KeyError, TypeError):
+        text = response.text
+    return " ".join(text.split())[:200]
+
+
 class Servers:
     """OpenAI-compatible servers of the same target; a request goes to the least busy one that is not resting."""
 
@@ -58,6 +74,7 @@ class Servers:
 
         Raises:
             Unfilled: a server refuses the request itself. Unanswered: it has failed TRIES times.
+            Refused: a server refuses all requests: it knows no such model, or wants a key.
         """
         body = {"model": self.model, "prompt": prompt, "return_token_ids": True, **sampling}
         told: Exception | None = None
@@ -70,8 +87,13 @@ class Servers:
             self.in_flight[url] += 1
             try:
                 response = await self.client.post(f"{url}/completions", json=body)
-                if response.status_code in (400, 413, 422):  # this request, not this server
-                    raise Unfilled(f"{url} refuses it: {response.text[:200]}")
+                status = response.status_code
+                if status in (400, 413, 422):  # this request, not this server
+                    raise Unfilled(f"{url} refuses it: {reason_of(response)}")
+                if 400 <= status < 500 and status not in PASSING:
+                    name = f"generate.model={self.model} must be the name under which it serves the target, and "
+                    mend = f"{name if status == 404 else ''}generate.urls names the servers, each up to /v1"
+                    raise Refused(f"{url}/completions answers {status}: {reason_of(response)}; {mend}")
                 response.raise_for_status()
                 choice = response.json()["choices"][0]
                 return Completion(choice["text"], choice.get("token_ids"), choice["finish_reason"])

@@ -160,7 +160,8 @@ def require_same(inputs: dict[str, Any], recorded: dict[str, Any], directory: Pa
         for key in different:
             was, now = recorded.get(key), inputs.get(key)
             hashes = "contents" in key or key.startswith("target ")
-            told.append(key if hashes else f"{key} (was {was}, is {now})")
+            name = "featurize.encoding" if key == "encoding" else key
+            told.append(name if hashes else f"{name} (was {was}, is {now})")
         raise Refused(
             f"{directory} was made with other inputs: {', '.join(told)}; use another run name, or delete that folder"
         )

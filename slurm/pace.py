@@ -96,12 +96,8 @@ def generated(output: Path, values: Values) -> Pace:
     """Conversations that are there. How many prompts there are is known once they have been read."""
     if not output.exists():
         return NOTHING
-    settings = values["generate"]
-    shares = [route["share"] for route in settings["routes"].values()]
-    of = None
-    if not settings["prompts"]:
-        of = sum(round(settings["conversations"] * share / sum(shares)) for share in shares)
-    done = count_lines(output)
+    settings, done = values["generate"], count_lines(output)
+    of = None if settings["prompts"] else settings["conversations"]
     return Pace(done, of, told=in_words(done, of, "conversations"))
 
 

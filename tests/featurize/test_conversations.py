@@ -67,12 +67,12 @@ def test_a_cut_answer_ends_its_conversation() -> None:
         ({"messages": [USER]}, "no assistant message"),
         ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
         ({"messages": [{"role": "user", "content": None}, ANSWER]}, "content of a user message is NoneType"),
-        ({"messages": [USER, {"role": "assistant", "content": ["x"]}]}, "content of a assistant message is list"),
+        ({"messages": [USER, {"role": "assistant", "content": ["x"]}]}, "content of an assistant message is list"),
         ({"messages": [USER, ANSWER], "route": 3}, "route is not text"),
         ({"messages": [USER, ANSWER], "id": 1.5}, "id is neither"),
         ({"messages": ["x"]}, "a message is not an object"),
         ({"messages": [ANSWER, USER]}, "its only assistant message answers nothing"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "content of a assistant message is NoneType"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "content of an assistant message is NoneType"),
         ({"messages": [USER, ANSWER | {"tool_calls": [{"name": "f", "arguments": "{"}]}]}, "tool calls are not"),
         ({"messages": [USER, ANSWER | {"tool_calls": [7]}]}, "tool calls are not"),
         ({"messages": [USER, ANSWER | {"reasoning_content": ["x"]}]}, "reasoning of an assistant message is list"),
@@ -263,6 +263,8 @@ def test_what_is_read_is_described_by_contents(tmp_path: Path) -> None:
 def test_mixtures_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data.mixture.a needs paths and a weight above 0"):
         DataConfig(mixture={"a": SourceConfig(["x"], 0)})
+    with pytest.raises(Refused, match=r"no such file: absent.jsonl .data.mixture.a.paths;"):
+        list(read_conversations(DataConfig(mixture={"a": SourceConfig(["absent.jsonl"])}), Refusals()))
     with pytest.raises(ValueError, match="exclude each other"):
         DataConfig(["x"], mixture={"a": SourceConfig(["x"])})
     with pytest.raises(ValueError, match="data.turns=some is not one of all, split, last"):

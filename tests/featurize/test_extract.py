@@ -212,7 +212,7 @@ def test_a_target_that_cannot_be_loaded_is_refused(target: Target, settings: Tar
         load_backend(dataclasses.replace(target, path=str(tmp_path)), settings, LAYERS, "cpu")
     with pytest.raises(Refused, match="holds no usable tokenizer"):
         load_renderer(dataclasses.replace(target, path=str(tmp_path)), settings)
-    with pytest.raises(Refused, match="featurize.device=nonsense cannot be used"):
+    with pytest.raises(Refused, match="featurize.device=nonsense is no device of torch"):
         load_backend(target, settings, LAYERS, "nonsense")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -286,6 +287,36 @@ def test_servers_that_answer_nobody_stop_the_run_and_nothing_is_lost(
     assert len(packed(config)) == 12
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (404, {"error": {"message": "The model `target` does not exist.", "code": 404}}, "The model `target` does not"),
+        (404, {"object": "error", "message": "no such model"}, "no such model"),
+        (404, {"detail": "Not Found"}, "Not Found"),
+        (401, {"error": "Unauthorized"}, '{"error":"Unauthorized"}'),
+    ],
+)
+def test_a_server_that_refuses_every_request_is_told_of_at_once_in_its_own_words(
+    status: int, body: dict[str, Any], told: str, config: GenerateConfig
+) -> None:
+    asked: list[httpx.Request] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(status, json=body)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(refuse)) as client:
+            await Servers(config, client).complete([1])
+
+    with pytest.raises(
+        Refused, match=f"answers {status}: {re.escape(told)}.*generate.urls names the servers"
+    ) as refusal:
+        asyncio.run(ask())
+    assert ("generate.model=target must be the name" in str(refusal.value)) == (status == 404)
+    assert len(asked) == 1
+
+
 def test_many_servers_share_the_work_and_one_that_fails_is_replaced(
     config: GenerateConfig, servers: list[Server], target: TargetConfig
 ) -> None:
@@ -380,43 +411,13 @@ def test_what_the_template_refuses_at_once_is_recorded_and_stops_nothing_else(
     assert set(failed(config).values()) == {"the chat template refuses it: it knows no think"}
 
 
-@pytest.mark.parametrize("conversations", [1, 2, 7, 1000])
-def test_as_many_are_planned_as_asked_for_whatever_the_shares(conversations: int, config: GenerateConfig) -> None:
-    config.conversations = conversations
-    config.routes = {name: RouteConfig(share=share) for name, share in zip("abcd", (1.0, 1.0, 1.4, 1.0), strict=True)}
-    slots = plan_slots(config)
-    assert len({slot.id for slot in slots}) == conversations
-    counts = Counter(slot.route for slot in slots)
-    assert all(abs(counts[name] - conversations * route.share / 4.4) < 1 for name, route in config.routes.items())
-
-
-@pytest.mark.parametrize(("share", "sampled"), [(0.0, 0), (0.1, 4), (0.25, 10), (0.4, 16), (0.75, 30), (1.0, 40)])
-def test_the_share_that_is_sampled_is_that_of_conversations_and_of_each_opening(
-    share: float, sampled: int, config: GenerateConfig
+def test_what_is_wrong_with_prompts_is_told_of_the_option_that_names_them(
+    config: GenerateConfig, target: TargetConfig, tiny_prompts: Path
 ) -> None:
-    config.sampled_share, config.conversations = share, 80
-    config.routes = {"code": RouteConfig(["Write", "Explain"])}
-    slots = plan_slots(config)
-    for opening in ("Write", "Explain"):
-        assert sum(slot.sampled for slot in slots if slot.opening == opening) == sampled
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"concurrency": 0},
-        {"conversations": -1},
-        {"sampled_share": 1.5},
-        {"temperature": -0.1},
-        {"max_answer_tokens": 0},
-    ],
-)
-def test_settings_that_would_make_nothing_or_wait_forever_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"generate.{name}={value}"):
-        GenerateConfig(**wrong)
-    with pytest.raises(ValueError, match="share=0 of a route must be above 0"):
-        RouteConfig(share=0)
+    for prompts in (["questons.jsonl"], [str(tiny_prompts), "questons.jsonl"]):
+        config.prompts, config.conversations = prompts, 1
+        with pytest.raises(Refused, match=r"no such file: questons.jsonl .generate.prompts; relative paths"):
+            fill_and_pack(config, target)
 
 
 def test_prompts_from_a_source_are_answered_in_place(
@@ -466,11 +467,16 @@ def test_without_a_server_the_target_answers_in_this_process(
     assert packed(config) == first
 
 
-def test_another_target_or_other_settings_do_not_mix(config: GenerateConfig, target: TargetConfig) -> None:
+def test_another_target_or_other_settings_do_not_mix(
+    config: GenerateConfig, target: TargetConfig, make_target: Any
+) -> None:
     fill_and_pack(config, target)
-    config.temperature = 0.1
-    with pytest.raises(Refused, match="begun by another target or with other settings"):
+    config.temperature, config.routes["code"].share = 0.1, 3.0
+    changed = r"generate.routes.code.share .was 1.0, is 3.0., generate.temperature .was 0.8, is 0.1.; choose another"
+    with pytest.raises(Refused, match=f"begun with other inputs: {changed} generate.output"):
         fill_and_pack(config, target)
+    with pytest.raises(Refused, match="inputs: target configuration, "):
+        fill_and_pack(config, TargetConfig(path=str(make_target(rms_norm_eps=1e-3)), dtype="float32"))
 
 
 def test_the_head_of_a_user_turn_is_the_templates_own(make_tokenizer: Any) -> None:

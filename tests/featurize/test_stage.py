@@ -154,7 +154,10 @@ def test_other_inputs_are_refused_by_name_and_equal_contents_elsewhere_are_not(
         Refused, match=r"data.conversations \(contents\), data.max_tokens \(was 2048, is 77\); use anoth"
     ):
         work(run)
-    run.data = load(overrides).data
+    run.data, run.featurize.encoding = load(overrides).data, "int8"
+    with pytest.raises(Refused, match=r"other inputs: featurize.encoding .was bf16, is int8.; use another"):
+        work(run)
+    run.featurize.encoding = "bf16"
     run.target.path = str(make_target(rms_norm_eps=1e-3))
     with pytest.raises(Refused, match="target configuration"):
         work(run)
@@ -170,6 +173,23 @@ def test_a_mistake_before_the_first_shard_can_be_mended_under_the_same_name(
         with pytest.raises(Refused, match=message):
             work(run)
     assert work(load(overrides))
+
+
+def test_a_device_that_torch_does_not_know_is_told_in_a_line_before_documents_are_rendered(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featurize.__main__.load_or_tokenise", lambda *_: pytest.fail("conversations were rendered"))
+    run.featurize.device = "gpu"
+    with pytest.raises(Refused, match=r"^featurize.device=gpu is no device of torch; say auto, cpu, cuda or cuda:1$"):
+        work(run)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["canary_documents=-1", "batch_tokens=0", "shard_tokens=0", "in_flight=0", "timeout_s=0.0"]
+)
+def test_options_with_impossible_values_are_refused_by_name(overrides: list[str], wrong: str) -> None:
+    with pytest.raises(Refused, match=f"featurize.{wrong} must "):
+        load([*overrides, f"featurize.{wrong}"])
 
 
 def test_b12_only_the_torn_shard_is_computed_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
