@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import II
+
 TURNS = ("all", "split", "last")
 
 
@@ -227,6 +229,8 @@ class GenerateConfig:
         conversations: how many to make, which `routes` need; with `prompts`, only so many of them are answered, and
             null answers all.
         routes: openings and settings per route; a route of `prompts` that is not named here has the defaults.
+        chat_template_kwargs: for the chat template, by default those of `data`; what a route or a prompt says comes
+            first.
         user_temperature: user turns are sampled at this temperature, top-p 0.95.
         temperature: answers are sampled at this temperature (0 = greedy) ...
         sampled_share: ... for this share of conversations; the others are answered greedily.
@@ -242,6 +246,7 @@ class GenerateConfig:
     prompts: list[str] = field(default_factory=list)
     conversations: int | None = None
     routes: dict[str, RouteConfig] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = II("data.chat_template_kwargs")
     user_temperature: float = 1.0
     temperature: float = 0.8
     sampled_share: float = 0.25

@@ -211,4 +211,4 @@ class Generator:
 
     def _arguments(self, slot: Slot) -> dict[str, Any]:
         own = slot.prompt.template_arguments if slot.prompt else {}
-        return {**self._route(slot).chat_template_kwargs, **own}
+        return {**self.config.chat_template_kwargs, **self._route(slot).chat_template_kwargs, **own}

@@ -106,6 +106,7 @@ def config(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> G
 
     monkeypatch.setattr("featurize.speakers.asyncio.sleep", at_once)
     return GenerateConfig(
+        chat_template_kwargs={},
         urls=[server.url],
         output=str(tmp_path / "conversations.jsonl"),
         conversations=12,
@@ -356,11 +357,12 @@ def test_each_answer_conditions_the_next_user_turn_with_its_routes_settings(
 ) -> None:
     config.sampled_share = 1.0
     config.routes = {"chat": RouteConfig(turns=3, temperature=0.3, top_p=0.7, chat_template_kwargs={"think": False})}
+    config.chat_template_kwargs = {"think": True, "effort": "low"}
     assert fill_and_pack(config, target)
     rows, texts = packed(config), [r["text"] for r in server.requests]
     assert max(len(row["messages"]) for row in rows) == 6
     for row in rows:
-        assert row["chat_template_kwargs"] == {"think": False}
+        assert row["chat_template_kwargs"] == {"think": False, "effort": "low"}
         history = ""
         for user, answer in zip(row["messages"][::2], row["messages"][1::2], strict=True):
             assert history + "<|im_start|>user\n" in texts

@@ -60,7 +60,7 @@ def test_the_examples_of_the_help_have_something_to_ask(example: str) -> None:
 
 def test_the_demo_relies_on_no_default_and_an_answer_is_not_cut_where_it_fits_a_document() -> None:
     given = OmegaConf.load(Path(conf.__file__).parent / "generate/demo.yaml")
-    assert asdict(GenerateConfig()).keys() - given.keys() == {"output", "prompts"}
+    assert asdict(GenerateConfig()).keys() - given.keys() == {"output", "prompts", "chat_template_kwargs"}
     assert GenerateConfig().max_answer_tokens >= DataConfig().max_tokens
 
 
@@ -91,3 +91,10 @@ def test_settings_that_would_make_nothing_or_wait_forever_are_refused_by_name(wr
         GenerateConfig(**wrong)
     with pytest.raises(ValueError, match="share=0 of a route must be above 0"):
         RouteConfig(share=0)
+
+
+def test_b02_answers_are_made_in_the_thinking_mode_of_the_data() -> None:
+    run = conf.load(["name=a", "target=qwen3-8b"])
+    assert run.generate.chat_template_kwargs == {"enable_thinking": True}
+    without = conf.load(["name=a", "target=qwen3-8b", "data.chat_template_kwargs.enable_thinking=false"])
+    assert without.generate.chat_template_kwargs == {"enable_thinking": False}
