@@ -17,7 +17,7 @@ from rich.text import Text
 
 from models.config import TargetConfig
 from models.doctor_config import BOTH, Finding, judge_config, judge_planes, judge_tensors
-from models.doctor_origin import Record, judge_origin
+from models.doctor_origin import Record, altered_tensors, judge_origin
 from models.doctor_target import judge_family, judge_rope, judge_target
 from models.doctor_values import judge_values
 from models.errors import Refused
@@ -36,6 +36,7 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
         Refused: there is no head that can be read.
     """
     head, record = HeadFiles.open(directory), Record.of(directory)
+    altered = altered_tensors(head, record) if record is not None else []
     trained = record.config.rope_parameters if record is not None and record.config is not None else None
     model_type = target.config.model_type if target is not None else record.target_type if record is not None else None
     found = [
@@ -45,8 +46,8 @@ def diagnose(directory: Path, target: Target | None = None, engine: str | None =
         *(judge_target(head, target) if target is not None else ()),
         *judge_rope(head, trained, target),
         *judge_family(model_type),
-        *(judge_origin(head, record, target) if record is not None else ()),
-        *judge_values(head, target),
+        *(judge_origin(head, record, altered, target) if record is not None else ()),
+        *judge_values(head, target, as_exported=record is not None and not altered),
     ]
     kept = [finding for finding in found if engine is None or engine in finding.engines]
     return sorted(kept, key=lambda finding: not finding.wrong)

@@ -6,7 +6,7 @@ what it was when it was written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,16 @@ class Record:
             raise Refused(f"{path} is no record of an export; export the head again") from None
 
 
-def judge_origin(head: HeadFiles, record: Record, target: Target | None) -> Iterator[Finding]:
-    """What has changed since the export, and whether it is for this target."""
-    for name, stored in sorted(head.tensors.items()):
-        told = record.tensors.get(stored.name)
-        if told is not None and told != tensor_sha256(head.read(name)):
-            yield Finding(name, "is not the tensor that was exported (export.json): served as it is")
+def altered_tensors(head: HeadFiles, record: Record) -> list[str]:
+    """Names of tensors that are no longer those that were exported."""
+    told = {name: record.tensors.get(stored.name) for name, stored in sorted(head.tensors.items())}
+    return [name for name, was in told.items() if was is not None and was != tensor_sha256(head.read(name))]
+
+
+def judge_origin(head: HeadFiles, record: Record, altered: Sequence[str], target: Target | None) -> Iterator[Finding]:
+    """What has changed since the export (`altered`: its tensors), and whether it is for this target."""
+    for name in altered:
+        yield Finding(name, "is not the tensor that was exported (export.json): served as it is")
     if record.given:
         yield from _edits(head, record)
     if target is None:

@@ -73,8 +73,16 @@ def looks_random(weight_MN: torch.Tensor) -> bool:
     return bool(v_N.norm().sqrt() < EDGE * edge)
 
 
-def judge_values(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
-    """The numbers of every tensor whose shape makes sense."""
+def judge_values(head: HeadFiles, target: Target | None, as_exported: bool = False) -> Iterator[Finding]:
+    """The numbers of every tensor whose shape makes sense.
+
+    Args:
+        as_exported: whether the tensors are those that we exported: then little training is no damage, but a note.
+    """
+
+    def untrained(name: str, looks: str, verdict: str) -> Finding:
+        return Finding(name, f"{looks}: {'as it was exported' if as_exported else verdict}", wrong=not as_exported)
+
     if "d2t" in head.tensors and head.tensors["d2t"].shape == (head.draft_vocab_size,):
         t2d_V = head.read("t2d") if "t2d" in head.tensors else None
         if t2d_V is not None and t2d_V.numel() != head.config.vocab_size:
@@ -101,21 +109,21 @@ def judge_values(head: HeadFiles, target: Target | None) -> Iterator[Finding]:
             if (value == 1).all():
                 ones.append(name)
             elif value.min() == value.max():
-                yield Finding(name, f"is {float(value.flatten()[0]):g} everywhere: never trained, or lost")
+                yield untrained(name, f"is {float(value.flatten()[0]):g} everywhere", "never trained, or lost")
         elif value.dim() == 2 and value.min() == value.max():
-            yield Finding(name, f"is {float(value[0, 0]):g} everywhere: never trained, or lost")
+            yield untrained(name, f"is {float(value[0, 0]):g} everywhere", "never trained, or lost")
         elif value.dim() == 2:
             matrices[name] = looks_random(value)
     if ones and len(ones) == norms:
-        yield Finding("norms", "are all exactly 1: untrained, or trained in bf16, where updates round away", BOTH)
+        yield untrained("norms", "are all exactly 1", "untrained, or trained in bf16, where updates round away")
     else:
-        yield from (Finding(name, "is exactly 1 everywhere: never trained, or lost") for name in ones)
+        yield from (untrained(name, "is exactly 1 everywhere", "never trained, or lost") for name in ones)
     if matrices and all(matrices.values()):
-        yield Finding("weights", "all matrices look freshly initialised: nothing was trained")
+        yield untrained("weights", "all matrices look freshly initialised", "nothing was trained")
     else:
         for name in TRAINED:
             if matrices.get(name):
-                yield Finding(name, "looks freshly initialised: not the trained tensor")
+                yield untrained(name, "looks freshly initialised", "not the trained tensor")
 
 
 def _embedding(mine_VH: torch.Tensor, head: HeadFiles, target: Target | None) -> Iterator[Finding]:

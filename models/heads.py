@@ -43,6 +43,8 @@ MOST, MOST_PLANES = 1 << 24, 1 << 10
 IDS = "eagle_aux_hidden_state_layer_ids"
 ROTARY_CACHE = re.compile(r"rotary_(pos_)?emb\.(inv_freq|(cos|sin)_cached)$")
 """Buffers that some frameworks save and both engines skip."""
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of configurations with an MTP module."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -106,7 +108,11 @@ class HeadFiles:
                 raise Refused(f"{directory} holds both {tensors[name].name} and {stored.name}, which mean the same")
             tensors[name] = stored
         if not tensors.keys() & {"fc.weight", "midlayer.hidden_norm.weight"}:
-            raise Refused(f"{directory} holds no EAGLE-3 head: neither fc.weight nor midlayer.hidden_norm.weight")
+            nested = given.get("text_config")
+            keys = [*given, *(nested if isinstance(nested, dict) else ())]
+            mtp = next((f"it is an MTP one ({key} in config.json)" for key in MTP_KEYS if key in keys), None)
+            lacking = "it has neither fc.weight nor midlayer.hidden_norm.weight"
+            raise Refused(f"{directory} holds no EAGLE-3 head, the only kind that is read here: {mtp or lacking}")
         if given.get("quantization_config"):
             raise Refused(f"{directory} is quantised; give the head that it was made from")
         return cls(directory, layout, given, parsed(given, directory), tensors)

@@ -1,6 +1,7 @@
 """`python -m models.importer DIR --target DIR --out DIR`: a head made by others becomes a training checkpoint of ours.
 
-From there it can be evaluated (`export.checkpoint=OUT`, then serve_eval) or trained on (`trainer.init_from=OUT`).
+From there it can be evaluated (models.export with `export.checkpoint=OUT`, then serve_eval) or trained on
+(`trainer.init_from=OUT`).
 Legacy EAGLE-3, SpecForge and speculators heads are read. Ours has one layer without biases and q/k norms, the
 feature itself as residual, and the target's embedding: what another head has beyond that is refused by name, since
 leaving it out would make another head of it. The tensors are the file's, in fp32.
@@ -202,7 +203,10 @@ def main() -> None:
         print(f"importer: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     unlike = _asked_for_nothing(target, head.config)
-    print(f"imported to {asked.out}; evaluate it with export.checkpoint={asked.out}, or train it on with")
+    print(
+        f"imported to {asked.out}; evaluate it with `python -m models.export` and export.checkpoint={asked.out}, then "
+        "`python -m serve_eval`, or train it on with"
+    )
     print(" ".join([f"trainer.init_from={asked.out}", *differing_options(unlike, head.config)]))
 
 

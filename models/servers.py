@@ -12,6 +12,7 @@ packages of this project have names (models, train) that an engine's imports mus
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -40,11 +41,16 @@ log = logging.getLogger(__name__)
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For httpx and servers without a certificate: it knows no certificate authority, whose loading takes a while."""
 
+_ABSENT = 44
+"""Exit code of an interpreter that does not find a module; none that it has for anything else."""
+
 GRACE_S = 20.0
 """How long a server may take to end by itself before it is killed."""
 
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[\w.]*\.)?\w*(?:Error|Exception|Interrupt|Exit)\b\s*:\s*\S|(?:^|\s)error: ", re.IGNORECASE)
+_INVALID = re.compile(r"\d+ validation errors? for \S+$")
+"""The first line of pydantic's errors; the reason is in the one or two lines below it."""
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that make a process one of a job of many: what we start is none of ours."""
@@ -98,7 +104,7 @@ def last_lines(log_file: Path, start: int = 0) -> str:
         handle.seek(start)
         text = handle.read().decode(errors="replace")
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    told = [line.strip() for line in lines if _ERROR.search(line)]
+    told = [_with_reason(lines[at : at + 3]) for at, line in enumerate(lines) if _ERROR.search(line)]
     told = [line for line in told if "Engine core initialization failed" not in line] or told
     if not told:
         told = [line.strip() for line in lines if line.strip()][-3:]
@@ -106,16 +112,62 @@ def last_lines(log_file: Path, start: int = 0) -> str:
     return " | ".join(line[:400] for line in dict.fromkeys([told[0], told[-1]]))
 
 
+def _with_reason(lines: Sequence[str]) -> str:
+    """The first of three lines, an error, with the reason that pydantic tells below it: a field's name, a message."""
+    words = [lines[0].strip()]
+    if _INVALID.search(lines[0]):
+        for line in lines[1:]:
+            reason, cut, _ = line.strip().partition(" [type=")
+            words.append(reason)
+            if cut:
+                break
+    return ": ".join(words)
+
+
 def find_interpreter(engine: EngineConfig) -> Path:
     """The absolute path of the engine's interpreter, its symbolic links kept (they make the environment).
 
     Raises:
-        Refused: there is none.
+        Refused: there is none, it cannot be run, or the engine is not in its environment.
     """
     found = shutil.which(os.path.expanduser(engine.python))
     if found is None:
         raise Refused(f"engine.python={engine.python} is not there; `make vllm-env` makes the CPU build's environment")
-    return Path(found).absolute()
+    python = Path(found).absolute()
+    variables = tuple((name, str(value)) for name, value in engine.environment.items())
+    if engine.kind != "none" and not _has_module(python, engine.kind, variables):
+        built = ", or `make vllm-env` for the CPU build" if engine.kind == "vllm" else ""
+        raise Refused(
+            f"engine.python={engine.python} has no {engine.kind} (it is {python}); `pip install {engine.kind}` in an "
+            f"environment of its own{built}, and name its bin/python in engine.python"
+        )
+    return python
+
+
+@functools.cache
+def _has_module(python: Path, name: str, variables: tuple[tuple[str, str], ...]) -> bool:
+    """Whether an interpreter finds a module, which is not imported: that takes an engine half a minute.
+
+    True as well when it gives no answer: then the server's log says why.
+
+    Raises:
+        Refused: it cannot be run.
+    """
+    path = "import sys; sys.path = [place for place in sys.path if place]"  # '' is the folder that we run in
+    script = f"{path}; import importlib.util; sys.exit(0 if importlib.util.find_spec({name!r}) else {_ABSENT})"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", script],
+            env=os.environ | dict(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    except OSError as error:
+        raise Refused(f"engine.python={python} cannot be run ({error.strerror})") from None
+    return done.returncode != _ABSENT
 
 
 def local(path: str) -> str:

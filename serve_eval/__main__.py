@@ -109,6 +109,8 @@ def main(run: Run) -> bool:
     write_report(summary, directory / "report.html")
     refresh_card(run.directory, run.export, run.target)
     render_table(summary)
+    if summary["served"] is None and isinstance(found, dict) and found.get("served"):
+        print("engine.kind=none: the summary has lost its served figures; the command that made them puts them back")
     print(f"summary: {path}\nreport: {directory / 'report.html'}")
     return True
 

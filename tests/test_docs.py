@@ -75,8 +75,7 @@ def run(words: list[str], given: list[str]) -> str:
         text=True,
         timeout=600,
     )
-    ends_well = {"models.doctor": 1}  # it takes a head of a random target for one that was never trained
-    assert done.returncode == ends_well.get(words[0], 0), f"{words}: {done.stderr}"
+    assert done.returncode == 0, f"{words}: {done.stderr}"
     assert done.stdout.strip(), f"{words} says nothing"
     return done.stdout
 

@@ -41,7 +41,7 @@ def overrides(tmp_path, tiny_target_dir, tiny_conversations, tiny_prompts) -> li
         f"eval.prompts=[{tiny_prompts}]",
         "eval.concurrencies=[1,2]",
         "engine.kind=vllm",
-        f"engine.python={sys.executable}",
+        "engine.python=/bin/true",  # which says that it has the engine
     ]
 
 
@@ -185,7 +185,7 @@ def test_what_a_dry_run_tells_is_what_the_stages_then_do(overrides, tiny_target_
     assert "; 0 shards (0.00 GB) to compute" in after
 
 
-def test_a_dry_run_refuses_what_the_stage_would_refuse(overrides, capsys) -> None:
+def test_a_dry_run_refuses_what_the_stage_would_refuse(overrides, capsys, tmp_path) -> None:
     with pytest.raises(Refused, match="all .* documents are held out"):
         told("train", [*overrides, "data.validation_share=0.9999"], capsys)
     with pytest.raises(Refused, match=r"optim.decay_share=0.2 overlap in a run of \d+ steps; lower one of them"):
@@ -194,6 +194,11 @@ def test_a_dry_run_refuses_what_the_stage_would_refuse(overrides, capsys) -> Non
         told("train", [*overrides, "spool.gigabytes=0.01"], capsys)
     with pytest.raises(Refused, match="does not fit into engine.max_model_len"):
         told("serve_eval", [*overrides, "engine.max_model_len=16"], capsys)
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(Refused, match=r"engine\.python=.*bare-python has no vllm .*; `pip install vllm`"):
+        told("serve_eval", [*overrides, f"engine.python={bare}"], capsys)
 
 
 def command(module: str, overrides: list[str]) -> subprocess.CompletedProcess[str]:

@@ -241,7 +241,9 @@ def overrides(
     monkeypatch.setenv("STUB_STARTS", f"{tmp_path}/starts.jsonl")
     script = tmp_path / "engine-env" / "bin" / "python"
     script.parent.mkdir(parents=True)
-    script.write_text(f'#!/bin/sh\nshift 2\nPYTHONPATH={ROOT} exec {sys.executable} {STUB} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit\nshift 2\nPYTHONPATH={ROOT} exec {sys.executable} {STUB} "$@"\n'
+    )
     script.chmod(0o755)
     (tmp_path / "spools").mkdir()
     return [

@@ -332,7 +332,7 @@ ODD = [None, "x", -1, 0, 3.5, True, [], ["x"], {"x": 1}, 10**9]
 
 
 def test_whatever_a_key_holds_there_is_a_verdict_or_a_refusal(good, target, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "judge_values", lambda *_: [])  # they take long, and depend on two keys only
+    monkeypatch.setattr(doctor, "judge_values", lambda *_, **__: [])  # they take long, and depend on two keys only
     keys = [*json.loads((good / "config.json").read_text()), "rope_parameters", "layer_types", "speculators_model_type"]
     head = changed(good, tmp_path / "head", lambda *_: None)
     whole = json.loads((good / "config.json").read_text())

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from models.artefact import differences
+from models.artefact import differences, tensor_sha256
 from models.doctor import diagnose
 from models.errors import Refused
 from models.export import load_export
 from models.heads import IDS
 from tests.models.layouts import Edit, as_speculators, changed, exported, rope_of_transformers_5
-from tests.models.test_doctor import key, run, tensor, without
+from tests.models.test_doctor import all_fresh, fresh, key, norms_of_ones, run, tensor, without
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,34 @@ def test_a_tensor_that_was_changed_after_the_export_is_found_and_not_evaluated(g
     assert "lm_head.weight is not the tensor that was exported" in str([f"{f.about} {f.text}" for f in diagnose(head)])
     with pytest.raises(Refused, match=r"lm_head\.weight is not the tensor that was exported"):
         load_export(head)
+
+
+UNTRAINED: dict[str, Edit] = {
+    "weights": all_fresh,
+    "fc.weight": tensor("fc.weight", fresh),
+    "lm_head.weight": tensor("lm_head.weight", torch.zeros_like),
+    "norms": norms_of_ones,
+    "norm.weight": tensor("norm.weight", torch.ones_like),
+    "midlayer.hidden_norm.weight": tensor("midlayer.hidden_norm.weight", torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("about", UNTRAINED)
+def test_an_export_of_ours_that_was_hardly_trained_is_sound_with_a_note_and_a_strangers_is_not(
+    good, target, tmp_path, monkeypatch, capsys, about
+):
+    edited = changed(good, tmp_path / "head", UNTRAINED[about], own=True)
+    assert [f.wrong for f in diagnose(edited, target) if f.about == about and "exported" not in f.text] == [True]
+    record = json.loads((edited / "export.json").read_text())
+    for name, value in load_file(edited / "model.safetensors").items():
+        record["tensors"][name]["sha256"] = tensor_sha256(value)
+    (edited / "export.json").write_text(json.dumps(record))
+    (note,) = diagnose(edited, target)
+    assert note.about == about and note.text.endswith(": as it was exported") and not note.wrong
+    capsys.readouterr()
+    assert run(monkeypatch, edited, "--target", target.path) == 0
+    (edited / "export.json").unlink()
+    assert run(monkeypatch, edited, "--target", target.path) == 1
 
 
 def test_an_export_of_before_configurations_were_recorded_is_still_sound_and_still_read(good, target, tmp_path):

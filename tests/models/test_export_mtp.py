@@ -14,6 +14,7 @@ from models.artefact import file_sha256, tensor_sha256
 from models.card import Story, write_card
 from models.checkpoint import describe, load_head, save_head
 from models.config import DraftConfig, ExportConfig, TargetConfig
+from models.doctor import diagnose
 from models.errors import Refused
 from models.export import export_head, load_export, weights_file
 from models.mtp import MtpConfig
@@ -40,6 +41,20 @@ def saved(target_dir: Path, checkpoint: Path) -> tuple[Target, Any]:
     checkpoint.mkdir(parents=True)
     save_head(checkpoint, head, describe(target))
     return target, head
+
+
+def test_the_doctor_says_that_it_reads_another_kind(make_target, tmp_path):
+    target, _ = saved(make_target(), tmp_path / "checkpoint")
+    export_head(tmp_path / "checkpoint", tmp_path / "export", target, ExportConfig())
+    for place, key in (
+        (tmp_path / "export", "num_nextn_predict_layers"),
+        (save_native("qwen3_5", tmp_path / "own"), "mtp_num_hidden_layers"),
+    ):
+        said = (
+            f"{place} holds no EAGLE-3 head, the only kind that is read here: it is an MTP one \\({key} in config.json"
+        )
+        with pytest.raises(Refused, match=said):
+            diagnose(place)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

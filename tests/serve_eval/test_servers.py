@@ -17,8 +17,9 @@ import pytest
 
 from models.config import EngineConfig
 from models.errors import Refused
-from models.servers import command, last_lines, own_environment, show
+from models.servers import command, find_interpreter, last_lines, own_environment, show
 from serve_eval.counters import read_counters
+from serve_eval.methods import Method, check_methods
 from serve_eval.servers import describe_machine, method_of, serving, speculation
 from tests.serve_eval.stub import Behaviour
 
@@ -140,6 +141,55 @@ def test_a_failed_start_is_told_in_the_servers_own_words(fake_engine: Make, star
     assert ": ValueError: no module or parameter named 'fd.weight' (log:" in line
     assert str(tmp_path / "server-none.log") in line
     assert not lives(starts()[0]["pid"])
+
+
+LONG = "User-specified max_model_len (1024) is greater than the derived max_model_len (512)."
+INVALID = {
+    "of the whole": f"  Value error, {LONG} [type=value_error, input_value=ArgsKwargs()]\n    For further",
+    "of a field": "dtype\n  Input should be 'auto' or 'half' [type=literal_error, input_value='x']\n    For further",
+    "in a worker": f"(APIServer pid=3)   Value error, {LONG} [type=value_error]\n(APIServer pid=3)     For further",
+}
+
+
+@pytest.mark.parametrize(
+    ("below", "reason"),
+    [
+        (INVALID["of the whole"], f"Value error, {LONG}"),
+        (INVALID["of a field"], "dtype: Input should be 'auto' or 'half'"),
+        (INVALID["in a worker"], f"Value error, {LONG}"),
+    ],
+    ids=INVALID,
+)
+def test_the_reason_that_pydantic_tells_below_its_error_is_told(tmp_path: Path, below: str, reason: str) -> None:
+    error = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
+    (tmp_path / "log").write_text(f"    s.__pydantic_validator__.validate_python(args)\n{error}\n{below}\n")
+    assert last_lines(tmp_path / "log") == f"{error}: {reason}"
+
+
+@pytest.mark.parametrize(("kind", "more"), [("vllm", ", or `make vllm-env` for the CPU build"), ("sglang", "")])
+def test_an_environment_without_the_engine_is_found_before_a_server_is_started(
+    fake_engine: Make, starts: Starts, tmp_path: Path, kind: str, more: str
+) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without installed packages
+    bare.chmod(0o755)
+    told = (
+        f"engine.python={bare} has no {kind} (it is {bare}); `pip install {kind}` in an environment of its own{more}, "
+        "and name its bin/python in engine.python"
+    )
+    with pytest.raises(Refused) as refusal:
+        check_methods(fake_engine(kind=kind, python=str(bare)), [Method("none"), Method("ngram", "ngram", 2)])
+    assert str(refusal.value) == told
+    there = tmp_path / "packages" / kind
+    there.mkdir(parents=True)
+    (there / "__init__.py").write_text("raise SystemExit(44)  # nobody may import it\n")
+    engine = fake_engine(kind=kind, python=str(bare))
+    engine.environment["PYTHONPATH"] = str(there.parent)
+    assert find_interpreter(engine) == bare
+    bare.write_text("no program")
+    with pytest.raises(Refused, match=r"engine\.python=.*bare-python cannot be run \(Exec format error\)"):
+        find_interpreter(fake_engine(kind=kind, python=str(bare), environment={"A": "another question"}))
+    assert starts() == []
 
 
 def test_a_start_that_takes_too_long_is_ended(fake_engine: Make, starts: Starts, tmp_path: Path) -> None:
