@@ -28,17 +28,28 @@ COLUMNAR = (".parquet", ".arrow")
 """Endings of files that pyarrow reads; any other file is taken for JSON lines."""
 
 
-def locate(name: str, key: str = "data.conversations") -> Path:
-    """The file or folder of a name that setting `key` gives; a hub name (owner/name) is fetched first.
+def local(name: str, key: str = "data.conversations") -> Path | None:
+    """The file or folder of a name that setting `key` gives; None for what the hub may have (owner/name).
 
     Raises:
-        Refused: there is no such thing.
+        Refused: it is not there, and no name on the hub.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix in (".jsonl", ".gz", *COLUMNAR):
         raise Refused(f"no such file: {path} ({key}; relative paths start at the current folder)")
+    return None
+
+
+def locate(name: str, key: str = "data.conversations") -> Path:
+    """The file or folder of a name that setting `key` gives; a hub name (owner/name) is fetched first.
+
+    Raises:
+        Refused: there is no such thing.
+    """
+    if (path := local(name, key)) is not None:
+        return path
     from huggingface_hub import snapshot_download
 
     try:

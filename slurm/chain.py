@@ -59,14 +59,12 @@ def chain(values: Values, directory: Path, *, swept: bool = False) -> list[Stage
     Args:
         swept: it is the base of a sweep, which ends with training and its table.
     """
-    output = Path(values["generate"]["output"]).expanduser()
-    packed = output.with_name(output.name + ".gz")
-    made = {str(output), str(packed)} & {str(Path(path).expanduser()) for path in sources(values)}
+    output, packed = generated(values)
     stages = []
     if values["target"]["package"] is not None:
         target = Path(values["target"]["path"]).expanduser()
         stages.append(Stage("prepare", "models.packaged", ("target",), "prepare", target / "config.json"))
-    if made:
+    if {output, packed} & {Path(path).expanduser() for path in sources(values)}:
         sections = ("target", "generate")
         written = glob.escape(str(output))
         stages.append(Stage("generate", "slurm.generate", sections, "generate", packed, written))
@@ -104,6 +102,12 @@ def sources(values: Values) -> list[str]:
     """The files, folders and names of data sets that are featurized."""
     mixture = values["data"]["mixture"].values()
     return [*values["data"]["conversations"], *(path for source in mixture for path in source["paths"])]
+
+
+def generated(values: Values) -> tuple[Path, Path]:
+    """The file that generation fills, and the one that it packs in the end."""
+    output = Path(values["generate"]["output"]).expanduser()
+    return output, output.with_name(output.name + ".gz")
 
 
 def made_of(stage: Stage, values: Values) -> str:

@@ -31,6 +31,7 @@ from models.errors import Refused
 from slurm import scheduler
 from slurm.chain import TABLE, Stage, Values, chain, made_of, spool
 from slurm.config import ClusterConfig, JobConfig
+from slurm.possible import require_possible
 from slurm.tasks import Task, is_done, tasks_folder, tasks_of, write_tasks
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -207,7 +208,7 @@ def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
     that failed. What waits there with other settings is replaced.
 
     Raises:
-        Refused: such a stage is running.
+        Refused: such a stage is running, or one that is to be submitted could only fail.
     """
     steps: list[Step] = []
     again = False
@@ -221,6 +222,8 @@ def plan(order: Order, queue: Mapping[str, scheduler.Job]) -> list[Step]:
             raise Refused(f"{stage.name} is running (job {job.id}) with other settings ({sections}); scancel it first")
         missing = job is None and not is_done(stage, order.values, order.directory, order.sweep)
         anew, again = again, again or not fits or missing
+        if again:
+            require_possible(stage, order.values, order.cluster)
         steps.append(Step(stage.name, job, submission(order, stage, anew) if again else None))
     return steps
 
@@ -253,11 +256,9 @@ def masked(word: str) -> str:
 
 
 def show(steps: Sequence[Step]) -> None:
-    """Print what would be submitted, by what is on disk: sizes, commands with their variables, and the scripts."""
+    """Print what would be submitted, by what is on disk: commands with their variables, the scripts, and sizes."""
     chosen = [step.submission for step in steps if step.submission is not None]
     before: str | None = None
-    for step in steps:
-        print(f"{step.stage:10}{step.submission.size if step.submission else 'finished or in the queue'}")
     for step in steps:
         if step.submission is not None:
             variables = masked_variables(step.submission.variables)
@@ -268,6 +269,9 @@ def show(steps: Sequence[Step]) -> None:
             before = step.queued.id if step.queued else None
     for script in dict.fromkeys([*(each.script for each in chosen), *([SCRIPTS / "job.sh"] if chosen else [])]):
         print(f"\n== {script}\n{script.read_text()}", end="")
+    print()
+    for step in steps:
+        print(f"{step.stage:10}{step.submission.size if step.submission else 'finished or in the queue'}")
 
 
 def fit(folder: Path) -> Path:

@@ -82,7 +82,11 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
-    return ["name=mine", f"root={tmp_path}/runs", "target.path=somewhere", "data.conversations=[a b.jsonl]"]
+    data, prompts = tmp_path / "a b.jsonl", tmp_path / "prompts.jsonl"
+    data.touch()
+    prompts.touch()
+    files = [f"data.conversations=[{data}]", f"eval.prompts=[{prompts}]"]
+    return ["name=mine", f"root={tmp_path}/runs", "target.path=somewhere", *files]
 
 
 def option(words: list[str], name: str) -> str | None:

@@ -26,7 +26,7 @@ def test_a_sweep_is_an_array_with_a_run_of_its_own_for_every_task(
     slurm.submit.main([*SWEEP, *overrides])
     train, table = stub.submitted().values()
     assert (option(train, "array"), option(table, "dependency")) == ("0,1,2,3", "afterany:101")
-    assert table[-5:] == ["train.sweep", *overrides]
+    assert table[-6:] == ["train.sweep", *overrides]
     folder = Path(stub.environment(101)["DRAFTSMITH_TASKS"])
     names = ["mine-lr-0.001-loss-kl", "mine-lr-0.001-loss-nla", "mine-lr-0.0003-loss-kl", "mine-lr-0.0003-loss-nla"]
     for index, name in enumerate(names):

@@ -30,9 +30,9 @@ def test_every_stage_waits_for_the_one_before_it(stub: Slurm, overrides: list[st
         "afterok:103",
     ]
     assert all("--kill-on-invalid-dep=yes" in words for words in list(jobs.values())[1:])
-    assert jobs[101][-5:] == ["featurize", *overrides]
-    assert jobs[102][-4:] == overrides
-    assert Path(jobs[102][-5]).name == "train.sbatch"
+    assert jobs[101][-6:] == ["featurize", *overrides]
+    assert jobs[102][-5:] == overrides
+    assert Path(jobs[102][-6]).name == "train.sbatch"
     assert all((option(words, "comment") or "").split(" ")[0] == str(run) for words in jobs.values())
     assert json.loads((run / "slurm/jobs.json").read_text())["jobs"] == dict(zip(STAGES, map(str, jobs), strict=True))
 
@@ -41,7 +41,7 @@ def test_a_packaged_target_is_prepared_and_data_of_its_own_is_generated_first(
     stub: Slurm, overrides: list[str], tmp_path: Path
 ) -> None:
     own = f"data.conversations=[{tmp_path}/runs/mine/conversations.jsonl.gz]"
-    slurm.submit.main([*overrides, "target=smollm2-135m", own])
+    slurm.submit.main([*overrides, "target=smollm2-135m", "generate=demo", own])
     assert stages_of(stub) == ["prepare", "generate", *STAGES]
 
 
@@ -280,7 +280,90 @@ def test_a_dry_run_shows_sizes_commands_and_scripts_and_submits_nothing(
     assert "'--dependency=afterok:<job of extract>'" in told
     for script in ("stage.sbatch", "train.sbatch", "job.sh"):
         assert (ROOT / "slurm" / script).read_text() in told
+    assert [line.split()[0] for line in told.splitlines()[-4:]] == STAGES, "behind the scripts, which are long"
     assert not run.exists()
+
+
+IMPOSSIBLE = {
+    "extract": (
+        ["featurize=vllm", "engine.tensor_parallel_size=4"],
+        "cluster.extract.gpus_per_node=1 is less than engine.tensor_parallel_size=4: the server of stage extract would "
+        "not start; set cluster.extract.gpus_per_node=4",
+    ),
+    "streamed": (
+        ["featurize=vllm", "engine.tensor_parallel_size=4", "spool=bounded"],
+        "cluster.extract.gpus_per_node=1 is less than engine.tensor_parallel_size=4: the server of stage train ",
+    ),
+    "evaluate": (["engine.tensor_parallel_size=2"], "cluster.evaluate.gpus_per_node=1 is less than engine.tensor"),
+    "measure": (
+        ["+engine@engines.a=vllm", "engines.a.tensor_parallel_size=2", "eval.served_k=3"],
+        "cluster.evaluate.gpus_per_node=1 is less than engines.a.tensor_parallel_size=2: the server of stage measure ",
+    ),
+    "generate": (
+        ["generate=demo", "engine.tensor_parallel_size=2", "data.conversations=['${generate.output}.gz']"],
+        "cluster.generate.gpus_per_node=1 is less than engine.tensor_parallel_size=2",
+    ),
+    "nothing to generate": (
+        ["data.conversations=['${generate.output}.gz']"],
+        "generate.prompts and generate.routes are empty",
+    ),
+    "prompts to answer": (
+        ["data.conversations=['${generate.output}.gz']", "generate.prompts=[nope.jsonl]"],
+        "no such file: nope.jsonl (generate.prompts; ",
+    ),
+    "conversations": (["data.conversations=[nope.jsonl]"], "no such file: nope.jsonl (data.conversations; "),
+    "mixture": (
+        ["data.conversations=[]", "data.mixture={a: {paths: [./nope]}}"],
+        "no such file: nope (data.conversations; ",
+    ),
+    "no conversations": (["data.conversations=[]"], "data.conversations names no file"),
+    "evaluation prompts": (["eval.prompts=[owner/nope]"], "eval.prompts: no file owner/nope"),
+    "no evaluation prompts": (["eval.prompts=[]"], "eval.prompts names no file"),
+    "data set": (["eval.datasets={gsm8k: /nope}"], "no such file: /nope (eval.datasets; "),
+}
+
+
+@pytest.mark.parametrize(("given", "told"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_what_would_fail_after_hours_in_the_queue_is_refused(
+    overrides: list[str], run: Path, given: list[str], told: str
+) -> None:
+    with pytest.raises(Refused, match=re.escape(told)):
+        slurm.submit.main([*overrides, "cluster=gpu", *given, "dry_run=true"])
+    assert not run.exists()
+
+
+POSSIBLE = [
+    ["featurize=vllm", "engine.tensor_parallel_size=4"]
+    + ["cluster.extract.gpus_per_node=4", "cluster.evaluate.gpus_per_node=8"],
+    ["engine.tensor_parallel_size=2", "engine.kind=none"],
+    ["engine.tensor_parallel_size=2"]
+    + ["eval.methods=[{method: none, url: 'http://a:1'}, {method: head, url: 'http://a:2'}]"],
+    ["data.conversations=[owner/name]", "eval.prompts=[]", "eval.datasets={gsm8k: null}"],
+    ["cluster=cpu", "engine=vllm-cpu"],
+    ["cluster=pyxis", "cluster.container.mounts=['/data:/of/image']"]
+    + ["data.conversations=[/of/image/a.jsonl]", "eval.prompts=[/of/image/b.jsonl]"],
+]
+
+
+@pytest.mark.parametrize("given", POSSIBLE)
+def test_what_may_go_well_is_not_refused(overrides: list[str], given: list[str], capsys, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)  # a container is told it
+    slurm.submit.main([*overrides, "cluster=gpu", *given, "dry_run=true"])
+    assert "\nevaluate " in capsys.readouterr().out
+
+
+def test_what_is_finished_needs_its_files_no_more(stub: Slurm, overrides: list[str], run: Path, tmp_path: Path) -> None:
+    finish(run, overrides, "extract")
+    (tmp_path / "a b.jsonl").unlink()
+    slurm.submit.main(overrides)
+    assert stages_of(stub) == STAGES[1:]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")))
+def test_every_experiment_can_be_submitted_with_prompts_to_answer(name: str, tmp_path: Path, capsys) -> None:
+    given = [f"experiment={name}", "cluster=gpu", "generate.prompts=[data/demo/prompts.jsonl]"]
+    slurm.submit.main([*given, f"root={tmp_path}", "dry_run=true"])
+    assert "\nevaluate " in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_no_credentials(overrides: list[str], capsys) -> None:
@@ -344,7 +427,7 @@ def test_the_present_folder_goes_into_containers_too(
 def test_a_generated_file_may_have_any_name(stub: Slurm, overrides: list[str], tmp_path: Path) -> None:
     output = tmp_path / "answers [1].jsonl"
     output.touch()
-    slurm.submit.main([*overrides, f"generate.output='{output}'", f"data.conversations=['{output}']"])
+    slurm.submit.main([*overrides, "generate=demo", f"generate.output='{output}'", f"data.conversations=['{output}']"])
     assert stages_of(stub)[0] == "generate"
     pattern = stub.environment(101)["DRAFTSMITH_PROGRESS"]
     seen = subprocess.run(["bash", "-c", 'compgen -G "$0"', pattern], capture_output=True, text=True).stdout

@@ -296,12 +296,13 @@ def test_streaming_is_one_job_on_two_nodes_that_is_requeued_as_a_whole_when_extr
 def test_what_comes_after_a_refused_stage_is_cancelled_and_status_tells_why(
     cluster: Cluster, settings: list[str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm.submit.main(["name=refused", *settings, "data.conversations=[nowhere.jsonl]"])
+    (root / "broken.jsonl").write_text("{\n")
+    slurm.submit.main(["name=refused", *settings, f"data.conversations=[{root}/broken.jsonl]"])
     states = {stage: cluster.wait(job) for stage, job in jobs(root / "refused").items()}
     assert states == {"extract": "FAILED"} | dict.fromkeys(ALONE[1:], "CANCELLED")
     code, told = status(root / "refused", capsys)
     assert code == 1
-    assert "nowhere.jsonl" in told
+    assert "broken.jsonl:1 is not JSON" in told
     assert "it never began" in told
 
 
