@@ -78,6 +78,10 @@ class Run:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    def __post_init__(self) -> None:
+        if not (path := Path(self.name)).parts or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"name={self.name} names no folder below root={self.root}; choose a word, name=mine say")
+
     @property
     def directory(self) -> Path:
         """The run's folder: `features`, `train`, `export`, `eval` and timings.json live in it."""
@@ -203,6 +207,7 @@ def _arguments() -> Any:
         raise Refused(f"{message}; options are KEY=VALUE, and --help lists them")
 
     parser.error = refuse
+    parser.allow_abbrev = False  # --experiment demo is a mistake, and none of Hydra's --experimental-rerun
     return parser.parse_intermixed_args()  # --multirun may stand anywhere
 
 
@@ -235,7 +240,7 @@ def stage(
         run = _resolve(config)
         if run.dry_run:
             if dry_run is None:
-                raise Refused("dry_run=true: this command has none; featurize, train, models.export, serve_eval do")
+                raise Refused(f"dry_run=true: this command has none; {', '.join(help.DRY)} do")
             if _first_process():
                 dry_run(run)
             return

@@ -102,6 +102,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
     "slurm.generate": (("generate", "engine"), ("experiment=demo", "experiment=demo generate.concurrency=8")),
 }
 """Sections of the configuration that a command is about, and two command lines."""
+DRY = ("featurize", "train", "models.export", "serve_eval", "serve_eval.apart", "slurm.submit")
+"""Commands with a dry_run=true."""
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -193,7 +195,8 @@ def render(command: str) -> str:
                 lines += textwrap.wrap(
                     f"{key}: {', '.join(names)}", 110, initial_indent="  ", subsequent_indent="      "
                 )
-        lines += ["", "options (KEY=VALUE), with their defaults; name=... names the run, dry_run=true only tells:"]
+        dry = ", dry_run=true only tells" if command in DRY else ""
+        lines += ["", f"options (KEY=VALUE), with their defaults; name=... names the run{dry}:"]
         for key in keys:
             section = sections[key]
             assert isinstance(section, type)

@@ -63,6 +63,7 @@ def told(error: Exception, options: list[str]) -> str:
     file = re.match(r"In '(\w+/[^']+)'", str(error))
     override = re.search(r"(?:Could not|merging) override '?([^'\n]+)", str(error))
     place = f"conf/{file[1]}.yaml: " if file else ""
+    header = f"{place}a file of this group begins with the line `# @package _global_`"
     given = override[1] if override else ""
     key = str(getattr(cause, "full_key", None) or "")
 
@@ -72,11 +73,13 @@ def told(error: Exception, options: list[str]) -> str:
     if isinstance(error, OverrideParseException):
         reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
         return f"{error.override}: options are KEY=VALUE, with quotes around what has brackets or spaces ({reason})"
+    if file and f"@{file[1].split('/')[0]}." in given:  # data@experiment.data
+        return header
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is not given; say {key}=..., or choose an experiment=NAME that does"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         if file and key == file[1].split("/")[0]:
-            return f"{place}a file of this group begins with the line `# @package _global_`"
+            return header
         name = given if given.startswith(key) else key
         nested = f" (in {given})" if given and not name.startswith(given) else ""
         return f"{place}there is no option {name}{nested}{alike(name, options)}"

@@ -200,3 +200,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("vllm", "sglang", "none"):
             raise ValueError(f"engine.kind={self.kind} is not one of vllm, sglang, none")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"engine.dtype={self.dtype} is not one of bfloat16, float16, float32")
+        for key in ("max_model_len", "tensor_parallel_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"engine.{key}={getattr(self, key)} must be at least 1")

@@ -1,4 +1,4 @@
-"""`python -m serve_eval.apart eval.part=NAME`: one method on one engine, measured as a job of its own.
+"""`python -m serve_eval.apart experiment=demo eval.part=NAME`: one method on one engine, measured as a job of its own.
 
 It is an evaluation without the reference decoder, in the part's folder; a second call measures what is missing.
 """

@@ -313,6 +313,8 @@ class GatewayConfig:
         for key in ("poll_s", "stall_s"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"gateway.{key}={getattr(self, key)} must be positive")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"gateway.port={self.port} is not a port, which is from 0 to 65535")
         if self.max_queue < 0:
             raise ValueError(f"gateway.max_queue={self.max_queue} must not be negative")
         if len({backend.url for backend in self.backends}) < len(self.backends):
@@ -339,6 +341,8 @@ class MonitorConfig:
     def __post_init__(self) -> None:
         if self.interval_s <= 0:
             raise ValueError(f"monitor.interval_s={self.interval_s} must be positive")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"monitor.port={self.port} is not a port, which is from 0 to 65535")
         if self.readings is not None and self.readings < 1:
             raise ValueError(f"monitor.readings={self.readings} must be at least 1; null goes on without end")
         for url in self.servers.values():

@@ -1,4 +1,4 @@
-"""`python -m serve_eval.monitor 'monitor.servers={chat: "http://..."}'`: what running servers accept, live.
+"""`python -m serve_eval.monitor experiment=demo 'monitor.servers={chat: "http://..."}'`: what servers accept, live.
 
 Each reading is compared with the one before, so a row tells the last interval and not the server's whole life: AL and
 acceptance by position from counter differences, requests that run and wait, the mean wait in the queue. Counters know

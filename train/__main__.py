@@ -6,8 +6,9 @@ With `spool.gigabytes`, `python -m featurize` runs beside it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-from conf import Run, resolved, stage
+from conf import Run, load, resolved, stage
 from train.signals import PREEMPTED, StopRequest
 
 
@@ -64,10 +65,19 @@ def dry_run(run: Run) -> None:
 def sweep(overrides: list[str]) -> int:
     """The runs of a --multirun, one after the other, and their table."""
     from conf.sweep import expand
+    from featurize.contract import require_planes
     from featurize.store import link_features
     from train.sweep import begin, render_table, run_all
 
     sweep = expand(overrides)
+    if sweep.base.dry_run:
+        for job in sweep.jobs:
+            run = load(job.overrides)
+            print(f"== {run.name}")
+            if run.features_of is None:
+                require_planes(run.draft, run.featurize)
+            dry_run(replace(run, features_of=run.features_of or sweep.base.name))
+        return 0
     if sweep.base.features_of is not None:
         link_features(sweep.base.directory, sweep.base.features_of)
     begin(sweep.base.directory, [job.name for job in sweep.jobs])

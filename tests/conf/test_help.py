@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -33,6 +35,26 @@ def commands() -> set[str]:
 
 def test_every_command_has_its_help_and_nothing_else_has() -> None:
     assert commands() == help.COMMANDS.keys()
+
+
+def test_a_dry_run_is_told_of_by_the_commands_that_have_one() -> None:
+    have = {
+        command
+        for command, (keys, _) in help.COMMANDS.items()
+        if keys and "dry_run=true only tells" in help.render(command)
+    }
+    texts = {command: Path(importlib.util.find_spec(command).origin) for command in help.COMMANDS}  # type: ignore
+    texts = {c: path.with_name("__main__.py") if path.stem == "__init__" else path for c, path in texts.items()}
+    does = {c for c, path in texts.items() if re.search(r"stage\(.*dry_run=|if run\.dry_run", path.read_text())}
+    assert have == does == set(help.DRY)
+
+
+def test_a_headline_with_options_names_a_run() -> None:
+    lines = [help._docstring(command).splitlines()[0] for command in help.COMMANDS]
+    called = [match[1].split() for line in lines if (match := re.match("`python -m ([^`]*)`", line))]
+    with_options = [words for words in called if any(re.match(r"'?[a-z.]+=", word) for word in words)]
+    assert len(with_options) >= 5
+    assert [words for words in with_options if not words[1].startswith("experiment=")] == []
 
 
 @pytest.mark.parametrize("command", sorted(help.COMMANDS))

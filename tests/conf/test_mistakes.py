@@ -67,6 +67,10 @@ def test_mappings_take_any_key() -> None:
             "optim: {lr: 1}\n",
             "conf/experiment/mine.yaml: a file of this group begins with the line `# @package _global_`",
         ),
+        (
+            "defaults: [override /data: demo]\n",
+            "conf/experiment/mine.yaml: a file of this group begins with the line `# @package _global_`",
+        ),
         (HEADER + "optim:\n\tlr: 1\n", 'mine.yaml", line 3'),
         (HEADER + "defaults: [override /target: llama]\n", "there is no target=llama, only deepseek-v3, "),
     ],
@@ -80,10 +84,11 @@ def test_b43_a_mistake_in_a_file_names_the_file_or_what_it_chose(text: str, told
     assert "\n" not in str(refused.value)
 
 
-def test_a_flag_that_no_command_has_is_told_in_one_line() -> None:
-    command = [sys.executable, "-m", "models.packaged", "--lr"]
+@pytest.mark.parametrize("flag", ["--lr", "--experiment"])  # Hydra has an --experimental-rerun
+def test_a_flag_that_no_command_has_is_told_in_one_line(flag: str) -> None:
+    command = [sys.executable, "-m", "models.packaged", flag, "demo"]
     result = subprocess.run(command, cwd=Path(conf.__file__).parents[1], capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        "prepare: unrecognized arguments: --lr; options are KEY=VALUE, and --help lists them"
+        f"prepare: unrecognized arguments: {flag}; options are KEY=VALUE, and --help lists them"
     ]

@@ -13,6 +13,7 @@ import pytest
 
 from models.errors import Refused
 from tests.train.runs import ROOT, place
+from train.__main__ import sweep
 from train.signals import PREEMPTED
 from train.sweep import begin, over_seeds, ranking, render_table, run_all, swept
 
@@ -33,6 +34,23 @@ def test_multirun_trains_every_combination_and_ends_with_the_table(features, tmp
     table = re.findall(r"(run-warmup_steps-\d+) .*?(\d\.\d{3}).*finished", ended.stdout)
     assert table == [(name, f"{best[name]:.3f}") for name in sorted(names, key=lambda name: (-best[name], name))]
     assert not (tmp_path / "run/train").exists(), "the run that has the features is not trained"
+
+
+def test_a_dry_run_of_a_sweep_tells_of_every_run_and_writes_nothing(features, tmp_path: Path, capsys) -> None:
+    arguments = [*place(features, tmp_path), "trainer.wandb=disabled", "dry_run=true"]
+    before = sorted(tmp_path.rglob("*"))
+    assert sweep([*arguments, "trainer.epochs=1,2"]) == 0
+    told = capsys.readouterr().out
+    assert re.findall(r"== (\S+)|steps: [\d,]+ in (\d) epochs", told) == [
+        ("run-epochs-1", ""),
+        ("", "1"),
+        ("run-epochs-2", ""),
+        ("", "2"),
+    ]
+    assert told.count(f"features: {tmp_path}/run/features\n") == 2, "those of the run that has them"
+    with pytest.raises(Refused, match="featurize.final_everywhere=true"):
+        sweep([*arguments, "draft.vocab_size=null", "draft.algorithm=eagle3,mtp"])
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_runs_are_ranked_by_simulated_al_and_those_without_one_come_last(tmp_path: Path, capsys) -> None:
