@@ -382,7 +382,7 @@ def test_without_a_server_there_is_one_line(overrides: list[str], changes: list[
         (["featurize.backend=vllm", "featurize.url=http://h:1"], "needs featurize.planes_directory"),
         (["featurize.url=http://h:1", "featurize.planes_directory=x"], "need featurize.backend=vllm"),
         (["featurize.canary_against=nothing"], "featurize.canary_against=nothing is none of"),
-        (["featurize=vllm", "featurize.in_flight=0"], "featurize.in_flight must be at least 1"),
+        (["featurize=vllm", "featurize.in_flight=0"], "featurize.in_flight=0 must be at least 1"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes: list[str], message: str) -> None:
