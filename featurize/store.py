@@ -181,8 +181,13 @@ def open_manifest(directory: Path) -> tuple[dict[str, Any], TokenisedSet]:
         Refused: it is missing, incomplete, or a file is missing or has the wrong size.
     """
     if not directory.is_dir():
-        run = f"run {directory.resolve().parent.name}" if directory.is_symlink() else "this run"
-        raise Refused(f"no features in {directory}; run `python -m featurize` for {run} first")
+        if directory.is_symlink():
+            owner = directory.resolve().parent
+            raise Refused(
+                f"no features in {owner}/features; run `python -m featurize` for run {owner.name} first, or correct "
+                "features_of"
+            )
+        raise Refused(f"no features in {directory}; run `python -m featurize` for this run first")
     if not (directory / "manifest.json").is_file():
         raise Refused(f"{directory} is incomplete (no manifest.json); run `python -m featurize` again to go on")
     manifest = read_json(directory / "manifest.json")

@@ -33,6 +33,8 @@ from serve_eval.servers import describe_machine
 
 log = logging.getLogger(__name__)
 
+TELL_S = 30.0
+"""Between two lines on how far the decoder is."""
 TOLERANCE = 0.03
 """Largest difference of AL between a server and the reference decoder that passes without a warning."""
 
@@ -133,6 +135,7 @@ class Reference:
         """Answers, in batches of prompts of like length; k = 0 is the target alone."""
         order = sorted(prompts, key=lambda prompt: len(prompt.ids))
         found: dict[str, Answer] = {}
+        told = time.monotonic()
         for first in range(0, len(order), self.batch_size):
             batch = decode(
                 self.model,
@@ -144,6 +147,9 @@ class Reference:
                 seed=settings.seed + first,
             )
             found |= {answer.prompt.id: answer for answer in batch}
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                log.info("reference decoder: %d of %d prompts", len(found), len(prompts))
         return [found[prompt.id] for prompt in prompts]
 
 

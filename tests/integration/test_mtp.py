@@ -46,7 +46,7 @@ def test_acceptance_of_both_heads_by_route_is_in_one_table(
     with pytest.raises(Refused, match="features_of=first names the run whose features these are"):
         featurize_stage.work(conf.load(second))
     with pytest.raises(
-        Refused, match=r"no features in .*second/features; run `python -m featurize` for run first first"
+        Refused, match=r"no features in .*/first/features; run `python -m featurize` for run first first, or correct f"
     ):
         train_here(second)
     with pytest.raises(Refused, match="features_of=second is the run itself"):
