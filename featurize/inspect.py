@@ -18,7 +18,7 @@ from featurize.conversations import Conversation, Refusals
 from featurize.spans import Rendered, Renderer
 from featurize.tokenised import Document, render_documents
 from models.errors import Refused
-from models.terminal import tables
+from models.terminal import escaped, tables
 
 
 def pieces(rendered: Rendered) -> Iterator[tuple[bool, tuple[int, ...]]]:
@@ -35,7 +35,7 @@ def lines(text: str) -> Iterator[str]:
     """Lines of a text, each newline marked, so that it can be seen to which piece it belongs; no control characters."""
     *ended, last = text.split("\n")
     for line, newline in [*((line, "↵") for line in ended), *([(last, "")] if last else [])]:
-        yield "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) + newline
+        yield escaped(line) + newline
 
 
 def show(console: Console, tokenizer: Any, document: Document, rendered: Rendered, conversation: Conversation) -> None:

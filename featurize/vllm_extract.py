@@ -65,10 +65,7 @@ def final_norm(target: Target) -> torch.nn.Module:
     Raises:
         Refused: the decoder has none where transformers puts it, or it has more than a weight.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(target.config, trust_remote_code=target.trust_remote_code)
+    model = target.skeleton()
     norm = getattr(model.get_decoder(), "norm", None)
     if norm is None or list(norm.state_dict()) != ["weight"]:
         raise Refused(

@@ -237,6 +237,13 @@ class Target:
             return self.load_embedding()
         raise Refused(f"{self.path} does not tie its embeddings and has no lm_head.weight; it is incomplete")
 
+    def skeleton(self) -> Any:
+        """The causal language model that transformers builds of the configuration, without weights (device meta)."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
+
     def load_final_norm_weight(self) -> torch.Tensor:
         """The weight of the norm before the output head as it is stored, [H], in the dtype of the file.
 

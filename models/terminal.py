@@ -9,10 +9,14 @@ from rich.console import Console
 LOG_WIDTH = 120
 
 
+def escaped(text: str) -> str:
+    """A text whose control characters are written out, line ends too."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def printable(text: str) -> str:
     """A text in one line and without control characters: names and values come from files that anybody made."""
-    line = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return escaped(" ".join(text.split()))
 
 
 def tables() -> Console:

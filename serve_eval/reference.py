@@ -155,11 +155,7 @@ class Reference:
 
 def fp32_bytes(target: Target) -> int:
     """What the target's weights take in fp32, by its configuration alone."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(target.config, trust_remote_code=target.trust_remote_code)
-    return 4 * sum(weight.numel() for weight in model.parameters())
+    return 4 * sum(weight.numel() for weight in target.skeleton().parameters())
 
 
 def check_memory(target: Target, device: torch.device) -> None:
